@@ -1,0 +1,55 @@
+"""
+kernels.py against a time loop in fp64 and against model.py's chunked forms in fp64, themselves held to the loop.
+
+    pytest test_kernels.py          # CPU: Triton's interpreter, fp32, small shapes; with a GPU: also bf16 at the real shapes
+"""
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1" # before triton is imported
+
+import pytest
+import torch.nn.functional as F
+
+# ----------------------------------------------------------------------------------------------------------------------
+# references: equation (1) of each mixer, one token at a time, in the dtype of its inputs
+
+def gla_loop(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
+    """S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; S is set to 0 where the segment changes."""
+    B, T, H, K = q.shape
+    S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
+    scale, o = K**-0.5 if scale is None else scale, []
+    for t in range(T):
+        if segment_ids is not None and t > 0:
+            S = S * (segment_ids[:, t] == segment_ids[:, t - 1])[:, None, None, None]
+        S = S * g[:, t].exp()[..., None] + k[:, t, :, :, None] * v[:, t, :, None, :]
+        o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    return torch.stack(o, 1), S
+
+def gated_delta_rule_loop(q, k, v, g, beta, scale=None, initial_state=None, segment_ids=None):
+    """S_t = e^{g_t} S_{t-1} + beta_t k_t (v_t - e^{g_t} S_{t-1}^T k_t)^T, o_t = scale S_t^T q_t."""
+    B, T, H, K = q.shape
+    S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
+    scale, o = K**-0.5 if scale is None else scale, []
+    for t in range(T):
+        if segment_ids is not None and t > 0:
+            S = S * (segment_ids[:, t] == segment_ids[:, t - 1])[:, None, None, None]
+        S = S * g[:, t].exp()[..., None, None]
+        u = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], S))
+        S = S + k[:, t, :, :, None] * u[:, :, None, :]
+        o.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    return torch.stack(o, 1), S
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the error measure
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Gated Linear Attention
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the gated delta rule
+
+# ----------------------------------------------------------------------------------------------------------------------
+# model.py
