@@ -45,6 +45,30 @@ def gated_delta_rule_loop(q, k, v, g, beta, scale=None, initial_state=None, segm
 # ----------------------------------------------------------------------------------------------------------------------
 # the error measure
 
+def norms(x, chunk):
+    """L2 norms in fp64 of x (B, T, H, ...) over each (batch, chunk of tokens, head): (B, NT, H)."""
+    x = x.detach().double().reshape(*x.shape[:3], -1)
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % chunk))
+    return x.unflatten(1, (-1, chunk)).square().sum((2, 4)).sqrt()
+
+def errors(x, ref, chunk=64, floor=None):
+    """
+    (worst head, worst chunk): the largest relative L2 error of x over a (batch, head) and over a (batch, chunk, head).
+    Both over the reference's norm there, no smaller than 1e-3 of the tensor's mean block norm or than `floor` (B, NT, H).
+    Fails on another shape and on anything that is not finite.
+    """
+    assert x.shape == ref.shape and torch.isfinite(x).all(), (x.shape, ref.shape, torch.isfinite(x).all())
+    difference, size = norms(x.double() - ref.double(), chunk), norms(ref, chunk)
+    size = torch.maximum(size, (1e-3 * size.mean()).clamp(min=1e-300)) # a block of zeros is not divided by zero
+    if floor is not None:
+        size = torch.maximum(size, floor)
+    head = difference.square().sum(1).sqrt() / size.square().sum(1).sqrt()
+    return head.max().item(), (difference / size).max().item()
+
+def state_error(x, ref):
+    """The largest relative L2 error of a state (B, H, K, V) over a (batch, head)."""
+    return errors(x[:, None].flatten(3), ref[:, None].flatten(3), chunk=1)[1]
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Gated Linear Attention
 
