@@ -133,7 +133,7 @@ class Local:
         """The bytes of a file, decompressed. A .zst is a row of frames and has to end where one does."""
         zstd, frame = need("zstandard") if path.endswith(".zst") else None, None
         with open(path, "rb") as f:
-            while block := (frame and frame.unused_data) or f.read(1 << 14): # zstd may make 32,000 times as much of it
+            while block := (frame and frame.unused_data) or f.read(1 << 12): # zstd may make 32,000 times as much of it
                 self.read[path] = f.tell()
                 if zstd:
                     if frame is None or frame.eof:
@@ -291,15 +291,8 @@ class Hub:
 # ----------------------------------------------------------------------------------------------------------------------
 # workers: text to tokens
 
-def encode(enc, text):
-    """The ids of `text`. A special token that is spelled out is ordinary text, a lone surrogate becomes U+FFFD, and white
-    space is cut where a run of it is too long for tiktoken."""
-    cuts = []
-    if len(text) > WHITE_RUN:
-        cuts = [cut for run in re.finditer(r"\s+", text) for cut in range(run.start() + WHITE_RUN, run.end(), WHITE_RUN)]
-    return [i for start, end in zip([0, *cuts], [*cuts, len(text)]) for i in enc.encode_ordinary(text[start:end])]
-
 def text_of(document, field):
+    """The text of a document, with U+FFFD for lone surrogates."""
     where, text = document.where, document.text
     if isinstance(text, bytes):
         try:
@@ -309,22 +302,28 @@ def text_of(document, field):
         text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         sys.exit(f"{where}: no text under {field!r}, name the right field with --text_field")
+    try:
+        text.encode()
+    except UnicodeEncodeError: # as encode_ordinary does
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
-
-def utf8(text):
-    return text.encode("utf-8", "surrogatepass")
 
 def val_key(sha256):
     """Documents whose text has the smallest keys are validation. Any of the hash's bytes would do; with these the
     standard library of every Python from 3.10 on gives four or more files that are typical of it."""
     return sha256.digest()[2:]
 
-def encode_document(enc, document, field, bound):
-    """Whether it is drawn for validation, its bytes of UTF-8, its tokens."""
-    text = text_of(document, field)
-    data = utf8(text)
+def encode(enc, document, field, bound):
+    """Whether a document is drawn for validation, its bytes of UTF-8, its tokens. Special tokens that are spelled out are
+    ordinary text, and white space is cut where a run of it is too long for tiktoken."""
+    text, cuts = text_of(document, field), []
+    if len(text) > WHITE_RUN:
+        cuts = [cut for run in re.finditer(r"\s+", text) for cut in range(run.start() + WHITE_RUN, run.end(), WHITE_RUN)]
+    ids = [enc.encode_to_numpy(text[i:j], disallowed_special=()) for i, j in zip([0, *cuts], [*cuts, len(text)])]
+    tokens = np.concatenate([np.array([enc.eot_token] * document.opens, np.uint32), *ids]).astype("<u2")
+    data = text.encode()
     drawn = bool(bound) and (document.key or val_key(hashlib.sha256(data))) <= bound
-    return drawn, len(data), np.array([enc.eot_token] * document.opens + encode(enc, text), "<u2")
+    return drawn, len(data), tokens
 
 def work(pipe, tokenizer, field, bound):
     """A worker process. Receives a batch of documents, sends what they encode to or the sentence that stops the run."""
@@ -334,7 +333,7 @@ def work(pipe, tokenizer, field, bound):
             results = []
             for document in pipe.recv():
                 try:
-                    results.append(encode_document(enc, document, field, bound))
+                    results.append(encode(enc, document, field, bound))
                 except SystemExit as error:
                     results.append(str(error))
                 except BaseException as error: # tiktoken's panics are no Exceptions
@@ -576,7 +575,7 @@ def begin(folder, settings):
 def val_bound(corpus, field):
     """The largest val_key of a validation document: 1 in VAL_ONE_IN is below, or where none is, the smallest there is."""
     bound = smallest = (2**240 // VAL_ONE_IN).to_bytes(30, "big")
-    keys = (document.key or val_key(hashlib.sha256(utf8(text_of(document, field))))
+    keys = (document.key or val_key(hashlib.sha256(text_of(document, field).encode()))
             for document in corpus.documents("", everywhere=True) if document.opens)
     smallest = b"\xff" * 30
     for key in keys: # about VAL_ONE_IN of them
