@@ -132,8 +132,9 @@ class Local:
     def chunks(self, path):
         """The bytes of a file, decompressed. A .zst is a row of frames and has to end where one does."""
         zstd, frame = need("zstandard") if path.endswith(".zst") else None, None
+        size = 1 << 10 if zstd else 1 << 20 # zstd may make 32,000 times as much of it
         with open(path, "rb") as f:
-            while block := (frame and frame.unused_data) or f.read(1 << 12): # zstd may make 32,000 times as much of it
+            while block := (frame and frame.unused_data) or f.read(size):
                 self.read[path] = f.tell()
                 if zstd:
                     if frame is None or frame.eof:
@@ -263,7 +264,7 @@ class Hub:
                 stream = self.stream(split, everywhere)
                 if place:
                     stream.load_state_dict(place)
-                place = stream.state_dict()
+                place = place or stream.state_dict()
                 for row in stream:
                     text = row.get(self.cfg.text_field)
                     yield Document(place, f"{self.id}, {split or self.cfg.split}", text if isinstance(text, str) else None, b"", True)
@@ -668,9 +669,9 @@ def file_sha256(path):
 
 def main():
     cfg = config.load(PrepareConfig)
-    for key in ("total_tokens", "val_tokens", "shard_tokens"):
-        if getattr(cfg, key) < 1:
-            sys.exit(f"--{key}={getattr(cfg, key)}: it must be at least 1")
+    for key, least in (("total_tokens", 1), ("val_tokens", 1), ("shard_tokens", 1), ("num_proc", 0)):
+        if getattr(cfg, key) < least:
+            sys.exit(f"--{key}={getattr(cfg, key)}: it must be at least {least}")
     index, count = part_of(cfg.shard)
     part = f"-{index}of{count}" if count > 1 else ""
     folder = cfg.out_dir or os.path.join("data", f"{data_name(cfg.dataset)}-{cfg.tokenizer}{part}")
