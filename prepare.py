@@ -494,9 +494,12 @@ def write_meta(folder, enc, settings, writers):
     p = counts[counts > 0] / max(counts.sum(), 1)
     meta["unigram_nats"] = round(float(-(p * np.log(p)).sum()), 6) # of val: a model that knows frequencies only
     write_json(folder, "meta.json", meta)
+    finish(folder)
+    print(summary(folder, meta))
+
+def finish(folder):
     if os.path.exists(os.path.join(folder, "progress.json")):
         os.remove(os.path.join(folder, "progress.json"))
-    print(summary(folder, meta))
 
 def summary(folder, meta):
     counts = (f"{meta[split + '_tokens']:,} {split} tokens of {meta[split + '_documents']:,} documents" for split in ("train", "val"))
@@ -568,6 +571,7 @@ def begin(folder, settings):
                     sys.exit(f"{folder}: made with {key}={found['settings'].get(key)!r}, which is {value!r} now, choose another "
                              "--out_dir or remove the folder")
             if name == "meta.json":
+                finish(folder)
                 print(f"complete already, {summary(folder, found)}")
                 sys.exit(0)
             print(f"{folder}: going on after {found['train']['tokens']:,} train tokens")

@@ -492,7 +492,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("validation", [True, False])
 def test_prepare_streams_from_the_hub(tmp_path, validation):
-    train = [texts(60, i) for i in range(4)]
+    train = [texts(60, i, words=4000) for i in range(4)] # 1 MB a file
     splits = {"train": [str(jsonl(tmp_path / f"{i}.jsonl", documents)) for i, documents in enumerate(train)]}
     if validation:
         splits["validation"] = [str(jsonl(tmp_path / "v.jsonl", texts(10, 9)))]
@@ -500,7 +500,7 @@ def test_prepare_streams_from_the_hub(tmp_path, validation):
     wrapper.write_text(HUB)
     def hub(out, failures, *flags):
         env = {"PYTHONPATH": ROOT, "SPLITS": json.dumps(splits), "FAILURES": json.dumps(failures), "HF_HUB_OFFLINE": "1"}
-        return run(wrapper, "--dataset=someone/corpus", "--name=en", "--revision=abc", "--num_proc=1", "--shard_tokens=20000",
+        return run(wrapper, "--dataset=someone/corpus", "--name=en", "--revision=abc", "--num_proc=1", "--shard_tokens=200000",
                    f"--out_dir={out}", *flags, env=env)
     p = hub(tmp_path / "calm", [])
     assert p.returncode == 0 and p.stdout.count("slept") == 1 and not p.stderr, (p.stdout, p.stderr)
@@ -514,7 +514,7 @@ def test_prepare_streams_from_the_hub(tmp_path, validation):
     assert files_of(tmp_path / "busy") == files_of(tmp_path / "calm")
     # down for good after two files: gives up, and goes on from there the next time without reading them again
     down = tmp_path / "down"
-    refused(hub(down, [("2.jsonl", 5)] * 50), "someone/corpus", "10 attempts", "again later")
+    refused(hub(down, [("3.jsonl", 50)] * 50), "someone/corpus", "10 attempts", "again later")
     assert len(list(down.glob("train_*.bin"))) > 0
     p = hub(down, [("0.jsonl", 3)])
     assert p.returncode == 0 and "going on after" in p.stdout, (p.stdout, p.stderr)
