@@ -248,20 +248,25 @@ class Hub:
                 self.wait(error, failures)
 
     def stream(self, split, everywhere):
-        name, streams, (index, count) = "validation" if split == "val" else self.cfg.split, self.open(), part_of(self.cfg.shard)
+        """The stream of a split, of this shard's files or of those `everywhere`; None if it gets none."""
+        name, (index, count) = "validation" if split == "val" else self.cfg.split, part_of(self.cfg.shard)
+        streams = self.open()
         if name not in streams:
             sys.exit(f"{self.id}: no split {name!r}, set --split to one of {sorted(streams)}")
+        files = streams[name].num_shards
         if count == 1 or everywhere:
             return streams[name]
-        if count > streams[name].num_shards:
-            sys.exit(f"--shard={self.cfg.shard}: {self.id} has only {streams[name].num_shards} files in {name!r}")
-        return streams[name].shard(num_shards=count, index=index, contiguous=False)
+        if count > files and split != "val":
+            sys.exit(f"--shard={self.cfg.shard}: {self.id} has only {files} files in {name!r}")
+        return streams[name].shard(min(count, files), index, contiguous=False) if index < files else None
 
     def documents(self, split, place=None, everywhere=False):
         failures = 0
         while True:
             try:
                 stream = self.stream(split, everywhere)
+                if stream is None: # fewer validation files than shards
+                    return
                 if place:
                     stream.load_state_dict(place)
                 place = place or stream.state_dict()
