@@ -5,9 +5,9 @@ A language model with linear-time token mixing, the whole of it in this file. Th
 - "gdn", Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464): one decay per head, a delta-rule update;
 - "attention": causal softmax attention with rotary positions, the baseline.
 
-Around them: pre-norm blocks, RMSNorm, SwiGLU, no biases but the gate's, embeddings tied to the output head. Parameters are
-fp32 and products run in the autocast dtype; gates, norms and states are computed in fp32 always. `gla_chunked` and
-`gated_delta_rule_chunked` define the two operators and run anywhere; on a CUDA tensor the mixers call kernels.py instead.
+Around them: pre-norm blocks, RMSNorm, SwiGLU, no biases but the gate's, embeddings tied to the output head.
+Parameters are fp32 and products run in the autocast dtype; gates, norms and states are in fp32 always. `gla_chunked`
+and `gated_delta_rule_chunked` define the two operators and run anywhere; on a GPU the mixers call kernels.py instead.
 
 Letters: B batch, T time, C n_embd, H heads, K key dim per head, V value dim per head.
 """
@@ -50,8 +50,10 @@ GATE_NORMALIZER = 16 # GLA's log gate is logsigmoid(x) / 16, so a token forgets 
 # segment that S came from, and S' keeps only what belongs to the chunk's last token's segment.
 
 def chunks(chunk_size, segment_ids, *tensors):
-    """Yields, chunk by chunk, `tensors` as (B, H, C, ...), the masks (B, 1, C, C) of pairs and (B, 1, C) of tokens: in the
-    segment that S came from, in the last token's; and (B, 1, 1, 1): S itself is kept."""
+    """
+    Yields, chunk by chunk, `tensors` as (B, H, C, ...), then masks: of pairs (B, 1, C, C); of tokens in the segment that
+    S came from, and in the last token's (B, 1, C); of S itself (B, 1, 1, 1).
+    """
     B, T = tensors[0].shape[:2]
     if segment_ids is None:
         segment_ids = torch.zeros(B, T, dtype=torch.int32, device=tensors[0].device)
@@ -131,7 +133,7 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, size)) # the last column is the current token's
 
     def forward(self, x, segment_ids=None, state=None):
-        """x (B, T, D); state (B, size-1, D) holds the tokens before x, of x's first segment, and is updated in place."""
+        """x (B, T, D); state (B, size-1, D) holds the tokens before x, of its first segment, updated in place."""
         B, T, D = x.shape
         past = self.weight.shape[1] - 1 # tokens
         before = x.new_zeros(B, past, D) if state is None else state.to(x.dtype)
@@ -155,10 +157,10 @@ class GLA(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
-        self.split = [H * K, H * K, H * V, H * V, GATE_RANK] # q, k, v, output gate, low-rank gate
+        self.split = [H * (K + K + V), H * V, GATE_RANK] # q, k and v; output gate; input of the forget gate
         self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
         self.gate_proj = nn.Linear(GATE_RANK, H * K)
-        self.conv = ShortConv(sum(self.split[:3]), cfg.conv_size) if cfg.conv_size else None
+        self.conv = ShortConv(self.split[0], cfg.conv_size) if cfg.conv_size else None
         self.norm = RMSNorm(V, cfg.norm_eps) # over each head's values
         self.out_proj = nn.Linear(H * V, cfg.n_embd, bias=False)
 
@@ -166,15 +168,13 @@ class GLA(nn.Module):
         H, K, V = self.dims
         state = {"S": torch.zeros(batch, H, V, K, device=device).transpose(2, 3)} # K-contiguous, as the kernels keep it
         if self.conv is not None:
-            state["conv"] = torch.zeros(batch, self.conv.weight.shape[1] - 1, sum(self.split[:3]), device=device)
+            state["conv"] = torch.zeros(batch, self.conv.weight.shape[1] - 1, self.split[0], device=device)
         return state
 
     def forward(self, x, segment_ids=None, state=None):
         H, K, V = self.dims
-        q, k, v, gate, low = self.in_proj(x).split(self.split, -1)
-        if self.conv is not None:
-            q, k, v = self.conv(torch.cat([q, k, v], -1), segment_ids, state and state["conv"]).split(self.split[:3], -1)
-        q, k, v = (y.unflatten(-1, (H, -1)) for y in (q, k, v)) # (B, T, H, K), (B, T, H, K), (B, T, H, V)
+        qkv, gate, low = self.in_proj(x).split(self.split, -1)
+        q, k, v = heads(qkv, self.dims, self.conv, segment_ids, state)
         # in fp32: products of many gates near 1 decide how far the state remembers
         g = F.logsigmoid(self.gate_proj(low).float()).unflatten(-1, (H, K)) / GATE_NORMALIZER
         o = mix("gla", (q, k, v, g), segment_ids, state)
@@ -186,10 +186,10 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
-        self.split = [H * K, H * K, H * V, H * V] # q, k, v, output gate
+        self.split = [H * (K + K + V), H * V] # q, k and v; output gate
         self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
         self.ab_proj = nn.Linear(cfg.n_embd, 2 * H, bias=False) # the logits of the decay and of beta
-        self.conv = ShortConv(sum(self.split[:3]), cfg.conv_size) if cfg.conv_size else None
+        self.conv = ShortConv(self.split[0], cfg.conv_size) if cfg.conv_size else None
         self.A_log = nn.Parameter(torch.empty(H, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(H, dtype=torch.float32))
         self.norm = RMSNorm(V, cfg.norm_eps) # over each head's values
@@ -204,20 +204,25 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, segment_ids=None, state=None):
         H, K, V = self.dims
-        q, k, v, gate = self.in_proj(x).split(self.split, -1)
-        if self.conv is not None:
-            q, k, v = self.conv(torch.cat([q, k, v], -1), segment_ids, state and state["conv"]).split(self.split[:3], -1)
-        q, k, v = (y.unflatten(-1, (H, -1)) for y in (q, k, v)) # (B, T, H, K), (B, T, H, K), (B, T, H, V)
+        qkv, gate = self.in_proj(x).split(self.split, -1)
+        q, k, v = heads(qkv, self.dims, self.conv, segment_ids, state)
         a, b = self.ab_proj(x).float().chunk(2, -1) # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias) # log decay
         o = mix("gated_delta_rule", (unit(q), unit(k), v, g, b.sigmoid()), segment_ids, state)
         o = self.norm(o, gate.unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
 
+def heads(qkv, dims, conv, segment_ids, state):
+    """q, k (B, T, H, K) and v (B, T, H, V) out of qkv (B, T, H (K + K + V)), through conv where there is one."""
+    if conv is not None:
+        qkv = conv(qkv, segment_ids, state and state["conv"])
+    H, K, V = dims
+    return (x.unflatten(-1, (H, -1)) for x in qkv.split([H * K, H * K, H * V], -1))
+
 def mix(name, inputs, segment_ids, state):
     """
-    gla or gated_delta_rule over a sequence, which continues and updates `state` where one is given. By device: kernels.py
-    on a GPU, its one-token step included; the chunked form, in fp32, on a CPU.
+    gla or gated_delta_rule over a sequence, which continues and updates `state` where one is given. By device:
+    kernels.py on a GPU, its one-token step included; the chunked form, in fp32, on a CPU.
     """
     state = state and state["S"]
     if inputs[0].is_cuda:
@@ -237,17 +242,17 @@ class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
-        self.split = [H * K, H * K, H * V]
-        self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
+        self.in_proj = nn.Linear(cfg.n_embd, H * (K + K + V), bias=False)
         self.out_proj = nn.Linear(H * V, cfg.n_embd, bias=False)
 
     def init_state(self, batch, device):
         H, K, V = self.dims
-        return {"length": 0, "k": torch.zeros(batch, H, 0, K, device=device), "v": torch.zeros(batch, H, 0, V, device=device)}
+        empty = torch.zeros(batch, H, 0, max(K, V), device=device)
+        return {"length": 0, "k": empty[..., :K], "v": empty[..., :V]}
 
     def forward(self, x, segment_ids=None, state=None):
         B, T, C = x.shape
-        q, k, v = (y.unflatten(-1, (self.dims[0], -1)).transpose(1, 2) for y in self.in_proj(x).split(self.split, -1))
+        q, k, v = (y.transpose(1, 2) for y in heads(self.in_proj(x), self.dims, None, None, None)) # (B, H, T, K or V)
         past = 0 if state is None else state["length"]
         q, k = rotate(q, past), rotate(k, past) # (B, H, T, K)
         if state is not None:
@@ -261,7 +266,7 @@ class Attention(nn.Module):
         return self.out_proj(o.transpose(1, 2).flatten(2))
 
 def rotate(x, past):
-    """Rotary positions past, past + 1, ... for x (B, H, T, K): channel i turns with i + K/2 at 10,000^(-2i/K) a token."""
+    """Rotary positions past, past + 1, ... of x (B, H, T, K): channels i, i + K/2 turn by 10,000^(-2i/K) a token."""
     T, half = x.shape[2], x.shape[3] // 2
     frequency = 10_000 ** (-torch.arange(half, device=x.device) / half)
     angle = torch.outer(torch.arange(past, past + T, device=x.device), frequency) # fp32, radians
@@ -325,8 +330,8 @@ class LM(nn.Module):
 
     def forward(self, idx, targets=None, segment_ids=None, state=None):
         """
-        idx, targets, segment_ids: (B, T) integers. With targets, logits is None and loss the mean over all tokens; without,
-        logits is (B, T, vocab_size) and loss None. With state, idx continues the sequences it holds.
+        idx, targets, segment_ids: (B, T) integers. With targets, logits is None and loss the mean over all tokens;
+        without, logits is (B, T, vocab_size) and loss None. With state, idx continues the sequences it holds.
         """
         x = self.embed(idx)
         if torch.is_autocast_enabled(x.device.type):
@@ -336,7 +341,11 @@ class LM(nn.Module):
                 x = checkpoint(block, x, segment_ids, use_reentrant=False)
             else:
                 x = block(x, segment_ids, state and state[i])
-        logits = F.linear(self.norm(x), self.embed.weight)
+        x = self.norm(x)
+        if targets is not None and x.is_cuda:
+            import kernels
+            return None, kernels.linear_cross_entropy(x, self.embed.weight, targets)
+        logits = F.linear(x, self.embed.weight)
         if targets is None:
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -347,9 +356,9 @@ class LM(nn.Module):
 
     def flops_per_token(self, seq_len):
         """
-        Forward and backward of one token: 6 a weight that enters a matrix product (2 forward, 4 backward; the embedding
-        lookup is none, the tied head is one), and 3 times the mixer's own 2 KV a product of a key-sized with a value-sized
-        vector: write and read for GLA, a second read for the delta rule; for attention q k and P v over T/2 earlier tokens.
+        Forward and backward of one token: 6 a weight that enters a matrix product (2 forward, 4 backward; the
+        embedding lookup is none, the tied head is one), and 3 times the mixer's own: 2 KV a product with the state, one
+        write and one read in GLA, a second read in the delta rule; in attention q k and P v over T/2 earlier tokens.
         """
         cfg = self.cfg
         H, K, V = cfg.n_head, cfg.d_key, cfg.d_value

@@ -1,7 +1,7 @@
 """
 kernels.py against a time loop in fp64 and against model.py's chunked forms in fp64, themselves held to the loop.
 
-    pytest test_kernels.py          # CPU: Triton's interpreter, fp32, small shapes; with a GPU: also bf16 at the real shapes
+    pytest test_kernels.py      # CPU: Triton's interpreter, fp32, small shapes; GPU: also bf16 at the real shapes
 """
 import os
 
@@ -54,7 +54,7 @@ def norms(x, chunk):
 def errors(x, ref, chunk=64, floor=None):
     """
     (worst head, worst chunk): the largest relative L2 error of x over a (batch, head) and over a (batch, chunk, head).
-    Both over the reference's norm there, no smaller than 1e-3 of the tensor's mean block norm or than `floor` (B, NT, H).
+    Both over the reference's norm there, at least 1e-3 of the tensor's mean block norm and at least `floor` (B, NT, H).
     Fails on another shape and on anything that is not finite.
     """
     assert x.shape == ref.shape and torch.isfinite(x).all(), (x.shape, ref.shape, torch.isfinite(x).all())
