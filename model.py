@@ -328,11 +328,8 @@ class LM(nn.Module):
         """The state before the first token, for forward(state=...): a list with one dict a layer, updated in place."""
         return [block.mixer.init_state(batch, self.embed.weight.device) for block in self.blocks]
 
-    def forward(self, idx, targets=None, segment_ids=None, state=None):
-        """
-        idx, targets, segment_ids: (B, T) integers. With targets, logits is None and loss the mean over all tokens;
-        without, logits is (B, T, vocab_size) and loss None. With state, idx continues the sequences it holds.
-        """
+    def hidden(self, idx, segment_ids=None, state=None):
+        """What the output head reads, (B, T, C), normalised. Arguments as in forward."""
         x = self.embed(idx)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type)) # the residual stream: half the memory and traffic of fp32
@@ -341,7 +338,14 @@ class LM(nn.Module):
                 x = checkpoint(block, x, segment_ids, use_reentrant=False)
             else:
                 x = block(x, segment_ids, state and state[i])
-        x = self.norm(x)
+        return self.norm(x)
+
+    def forward(self, idx, targets=None, segment_ids=None, state=None):
+        """
+        idx, targets, segment_ids: (B, T) integers. With targets, logits is None and loss the mean over all tokens;
+        without, logits is (B, T, vocab_size) and loss None. With state, idx continues the sequences it holds.
+        """
+        x = self.hidden(idx, segment_ids, state)
         if targets is not None and x.is_cuda:
             import kernels
             return None, kernels.linear_cross_entropy(x, self.embed.weight, targets)
