@@ -76,4 +76,43 @@ def state_error(x, ref):
 # the gated delta rule
 
 # ----------------------------------------------------------------------------------------------------------------------
+# the output head
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+def relative(x, ref):
+    return ((x.double() - ref.double()).norm() / ref.double().norm()).item()
+
+# rounding dz to bf16 leaves 2e-3 in the gradients; fp32 at the same shapes 1e-6 (tf32 on a GPU: allowed 1e-3)
+@pytest.mark.parametrize("dtype, vocab, loss_tol, grad_tol", [(torch.float32, 5000, 1e-5, 1e-5)]
+    + [(torch.bfloat16, 50_304, 2e-3, 4e-3)] * torch.cuda.is_available())
+def test_linear_cross_entropy(dtype, vocab, loss_tol, grad_tol, monkeypatch):
+    import kernels
+    monkeypatch.setattr(kernels, "CE_ROWS", 16) # several chunks, the last one short
+    torch.manual_seed(0)
+    x = torch.randn(3, 13, 64, device=DEVICE).to(dtype).requires_grad_()
+    weight = (0.3 * torch.randn(vocab, 64, device=DEVICE)).requires_grad_()
+    targets = torch.randint(0, vocab, (3, 13), device=DEVICE)
+    targets[0, 0], targets[0, 1] = 0, vocab - 1
+    loss = kernels.linear_cross_entropy(x, weight, targets)
+    (3 * loss).backward() # gradients scale with what arrives from above
+    X, W = x.detach().double().requires_grad_(), weight.detach().to(dtype).double().requires_grad_()
+    ref = F.cross_entropy((X @ W.T).flatten(0, 1), targets.flatten())
+    (3 * ref).backward()
+    assert abs(loss.item() - ref.item()) <= loss_tol * ref.item()
+    assert relative(x.grad, X.grad) <= grad_tol and relative(weight.grad, W.grad) <= grad_tol
+    assert x.grad.dtype == dtype and weight.grad.dtype == torch.float32
+    with torch.no_grad(): # evaluation makes no gradients and gives the same bits
+        assert kernels.linear_cross_entropy(x, weight, targets).item() == loss.item()
+    x = x.detach()
+    x[1, 2] = float("nan")
+    assert torch.isnan(kernels.linear_cross_entropy(x, weight, targets)) # one bad token is not lost
+
+def test_linear_cross_entropy_opcheck():
+    import kernels
+    x, weight = torch.randn(20, 16, device=DEVICE, requires_grad=True), torch.randn(100, 16, device=DEVICE, requires_grad=True)
+    targets = torch.randint(0, 100, (20,), device=DEVICE)
+    torch.library.opcheck(kernels.linear_cross_entropy_op, (x, weight, targets, True))
+
+# ----------------------------------------------------------------------------------------------------------------------
 # model.py
