@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-LOG2E = 1.4426950408889634 # kernels use exp2 only: log gates are multiplied by log2(e) where they are first summed
+LOG2E = tl.constexpr(1.4426950408889634) # kernels use exp2 only: log gates are multiplied by log2(e) where first summed
 BT = 64 # tokens a chunk
 SIZES = (16, 32, 64, 128, 256) # widths of K and V that the kernels are built for
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
