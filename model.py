@@ -132,34 +132,29 @@ class ShortConv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, size)) # the last column is the current token's
 
-    def forward(self, x, segment_ids=None, state=None):
-        """x (B, T, D); state (B, size-1, D) holds the tokens before x, of its first segment, updated in place."""
-        B, T, D = x.shape
-        past = self.weight.shape[1] - 1 # tokens
-        before = x.new_zeros(B, past, D) if state is None else state.to(x.dtype)
-        padded, y = torch.cat([before, x], 1), 0
-        if segment_ids is not None:
-            ids = torch.cat([segment_ids[:, :1].expand(-1, past), segment_ids], 1)
-        for i in range(past + 1):
-            tap = padded[:, i:i + T].float() # past - i tokens back
+    def forward(self, x, segment_ids=None):
+        """x (B, T, D) -> (B, T, D), computed in fp32."""
+        T, size = x.shape[1], self.weight.shape[1]
+        y = 0
+        for s in range(size): # s tokens back
+            tap = F.pad(x, (0, 0, s, 0))[:, :T].float()
             if segment_ids is not None:
-                tap = tap * (ids[:, i:i + T] == segment_ids)[..., None]
-            y = y + tap * self.weight[:, i].float()
-        if state is not None:
-            state.copy_(padded[:, T:])
+                tap = tap * (F.pad(segment_ids, (s, 0), value=-1)[:, :T] == segment_ids)[..., None]
+            y = y + tap * self.weight[:, size - 1 - s].float()
         return F.silu(y).to(x.dtype)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the mixers: forward(x (B, T, C), segment_ids (B, T) or None, state or None) -> (B, T, C)
 
 class GLA(nn.Module):
-    """Gated Linear Attention with its output gate; parameters as in FLA's GatedLinearAttention, projections stacked."""
+    """Gated Linear Attention; parameters as in FLA's GatedLinearAttention, what q, k, v and the decay read stacked."""
     def __init__(self, cfg):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
-        self.split = [H * (K + K + V), H * V, GATE_RANK] # q, k and v; output gate; input of the forget gate
+        self.split = [H * (K + K + V), GATE_RANK] # q, k and v; what the decay is made from
         self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
-        self.gate_proj = nn.Linear(GATE_RANK, H * K)
+        self.decay_proj = nn.Linear(GATE_RANK, H * K)
+        self.gate_proj = nn.Linear(cfg.n_embd, H * V, bias=False) # the output gate
         self.conv = ShortConv(self.split[0], cfg.conv_size) if cfg.conv_size else None
         self.norm = RMSNorm(V, cfg.norm_eps) # over each head's values
         self.out_proj = nn.Linear(H * V, cfg.n_embd, bias=False)
@@ -167,29 +162,29 @@ class GLA(nn.Module):
     def init_state(self, batch, device):
         H, K, V = self.dims
         state = {"S": torch.zeros(batch, H, V, K, device=device).transpose(2, 3)} # K-contiguous, as the kernels keep it
-        if self.conv is not None:
-            state["conv"] = torch.zeros(batch, self.conv.weight.shape[1] - 1, self.split[0], device=device)
+        if self.conv is not None: # the last tokens' q, k and v before the convolution
+            state["conv"] = torch.zeros(batch, self.conv.weight.shape[1] - 1, H * (K + K + V), device=device)
         return state
 
     def forward(self, x, segment_ids=None, state=None):
         H, K, V = self.dims
-        qkv, gate, low = self.in_proj(x).split(self.split, -1)
-        q, k, v = heads(qkv, self.dims, self.conv, segment_ids, state)
+        qkv, low = self.in_proj(x).split(self.split, -1)
+        q, k, v = heads(qkv, self.dims, self.conv, False, segment_ids, state)
         # in fp32: products of many gates near 1 decide how far the state remembers
-        g = F.logsigmoid(self.gate_proj(low).float()).unflatten(-1, (H, K)) / GATE_NORMALIZER
+        g = F.logsigmoid(self.decay_proj(low).float()).unflatten(-1, (H, K)) / GATE_NORMALIZER
         o = mix("gla", (q, k, v, g), segment_ids, state)
-        o = self.norm(o, gate.unflatten(-1, (H, V)))
+        o = self.norm(o, self.gate_proj(x).unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet; parameters as in FLA's GatedDeltaNet, projections and convolutions stacked."""
+    """Gated DeltaNet; parameters as in FLA's GatedDeltaNet, those of q, k and v stacked."""
     def __init__(self, cfg):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
-        self.split = [H * (K + K + V), H * V] # q, k and v; output gate
-        self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
-        self.ab_proj = nn.Linear(cfg.n_embd, 2 * H, bias=False) # the logits of the decay and of beta
-        self.conv = ShortConv(self.split[0], cfg.conv_size) if cfg.conv_size else None
+        self.in_proj = nn.Linear(cfg.n_embd, H * (K + K + V), bias=False) # q, k and v
+        self.ab_proj = nn.Linear(cfg.n_embd, 2 * H, bias=False) # what the decay and beta are made from
+        self.gate_proj = nn.Linear(cfg.n_embd, H * V, bias=False) # the output gate
+        self.conv = ShortConv(H * (K + K + V), cfg.conv_size) if cfg.conv_size else None
         self.A_log = nn.Parameter(torch.empty(H, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(H, dtype=torch.float32))
         self.norm = RMSNorm(V, cfg.norm_eps) # over each head's values
@@ -204,20 +199,37 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, segment_ids=None, state=None):
         H, K, V = self.dims
-        qkv, gate = self.in_proj(x).split(self.split, -1)
-        q, k, v = heads(qkv, self.dims, self.conv, segment_ids, state)
-        a, b = self.ab_proj(x).float().chunk(2, -1) # (B, T, H)
+        q, k, v = heads(self.in_proj(x), self.dims, self.conv, True, segment_ids, state)
+        # 2H = 12 rows are padded to 16: cuBLAS has no fast kernel for rows that are not a multiple of 16 bytes
+        ab = F.linear(x, F.pad(self.ab_proj.weight, (0, 0, 0, -2 * H % 8)))
+        a, b = ab[..., :H].float(), ab[..., H:2 * H].float() # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias) # log decay
-        o = mix("gated_delta_rule", (unit(q), unit(k), v, g, b.sigmoid()), segment_ids, state)
-        o = self.norm(o, gate.unflatten(-1, (H, V)))
+        o = mix("gated_delta_rule", (q, k, v, g, b.sigmoid()), segment_ids, state)
+        o = self.norm(o, self.gate_proj(x).unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
 
-def heads(qkv, dims, conv, segment_ids, state):
-    """q, k (B, T, H, K) and v (B, T, H, V) out of qkv (B, T, H (K + K + V)), through conv where there is one."""
-    if conv is not None:
-        qkv = conv(qkv, segment_ids, state and state["conv"])
-    H, K, V = dims
-    return (x.unflatten(-1, (H, -1)) for x in qkv.split([H * K, H * K, H * V], -1))
+def heads(qkv, dims, conv, unit_length, segment_ids, state):
+    """
+    q, k (B, T, H, K) and v (B, T, H, V) out of qkv (B, T, H (K + K + V)): through the short convolution where there is
+    one, which continues state["conv"]; then q and k scaled to unit length, if asked.
+    """
+    (H, K, V), T = dims, qkv.shape[1]
+    if conv is not None and state is not None: # the tokens before, of the first token's segment, and then these
+        past = state["conv"].shape[1]
+        qkv = torch.cat([state["conv"].to(qkv.dtype), qkv], 1)
+        state["conv"].copy_(qkv[:, T:])
+        if segment_ids is not None:
+            segment_ids = torch.cat([segment_ids[:, :1].expand(-1, past), segment_ids], 1)
+    if conv is not None and qkv.is_cuda:
+        import kernels
+        q, k, v = kernels.short_conv(qkv, conv.weight, H, K, V, unit_length, segment_ids)
+    else:
+        if conv is not None:
+            qkv = conv(qkv, segment_ids)
+        q, k, v = (x.unflatten(-1, (H, -1)) for x in qkv.split([H * K, H * K, H * V], -1))
+        if unit_length:
+            q, k = unit(q), unit(k)
+    return q[:, -T:], k[:, -T:], v[:, -T:]
 
 def mix(name, inputs, segment_ids, state):
     """
@@ -252,7 +264,8 @@ class Attention(nn.Module):
 
     def forward(self, x, segment_ids=None, state=None):
         B, T, C = x.shape
-        q, k, v = (y.transpose(1, 2) for y in heads(self.in_proj(x), self.dims, None, None, None)) # (B, H, T, K or V)
+        q, k, v = heads(self.in_proj(x), self.dims, None, False, None, None)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2) # (B, H, T, K), (B, H, T, K), (B, H, T, V)
         past = 0 if state is None else state["length"]
         q, k = rotate(q, past), rotate(k, past) # (B, H, T, K)
         if state is not None:
@@ -267,12 +280,21 @@ class Attention(nn.Module):
 
 def rotate(x, past):
     """Rotary positions past, past + 1, ... of x (B, H, T, K): channels i, i + K/2 turn by 10,000^(-2i/K) a token."""
-    T, half = x.shape[2], x.shape[3] // 2
-    frequency = 10_000 ** (-torch.arange(half, device=x.device) / half)
-    angle = torch.outer(torch.arange(past, past + T, device=x.device), frequency) # fp32, radians
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().split(half, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    cos, sin = rotary_table(past, x.shape[2], x.shape[3], x.device)
+    a, b = x.float().unflatten(-1, (2, -1)).unbind(-2)
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -2).flatten(-2).to(x.dtype)
+
+# an operator of its own, which Inductor cannot look into: it would compute the sines anew for every element of q and k
+@torch.library.custom_op("model::rotary_table", mutates_args=())
+def rotary_table(past: int, T: int, K: int, device: torch.device) -> torch.Tensor:
+    """cos and sin (2, T, K/2), fp32, of the angles of positions past to past + T - 1."""
+    frequency = 10_000 ** (-torch.arange(0, K, 2, device=device) / K)
+    angle = torch.outer(torch.arange(past, past + T, device=device), frequency)
+    return torch.stack([angle.cos(), angle.sin()])
+
+@rotary_table.register_fake
+def _(past, T, K, device):
+    return torch.empty(2, T, K // 2, device=device)
 
 def cached(state, name, x):
     """All of the sequence's keys (or values) so far; the buffer doubles as it fills, so a token costs O(1) copies."""
@@ -290,12 +312,13 @@ def cached(state, name, x):
 class SwiGLU(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.in_proj = nn.Linear(cfg.n_embd, 2 * cfg.d_mlp, bias=False) # gate and value
+        # two products, not one of twice the width: as fast at these sizes, and backward need not join their gradients
+        self.gate_proj = nn.Linear(cfg.n_embd, cfg.d_mlp, bias=False)
+        self.value_proj = nn.Linear(cfg.n_embd, cfg.d_mlp, bias=False)
         self.out_proj = nn.Linear(cfg.d_mlp, cfg.n_embd, bias=False)
 
     def forward(self, x):
-        gate, value = self.in_proj(x).chunk(2, -1)
-        return self.out_proj(F.silu(gate) * value)
+        return self.out_proj(F.silu(self.gate_proj(x)) * self.value_proj(x))
 
 MIXERS = {"gla": GLA, "gdn": GatedDeltaNet, "attention": Attention}
 

@@ -69,6 +69,11 @@ def state_error(x, ref):
     """The largest relative L2 error of a state (B, H, K, V) over a (batch, head)."""
     return errors(x[:, None].flatten(3), ref[:, None].flatten(3), chunk=1)[1]
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+def relative(x, ref):
+    return ((x.double() - ref.double()).norm() / ref.double().norm()).item()
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Gated Linear Attention
 
@@ -76,12 +81,57 @@ def state_error(x, ref):
 # the gated delta rule
 
 # ----------------------------------------------------------------------------------------------------------------------
+# the short convolution
+
+def short_conv_loop(x, weight, H, K, V, unit, segment_ids=None):
+    """Equation (1) of the convolution, one token at a time, in x's dtype."""
+    B, T, D = x.shape
+    size, y = weight.shape[1], []
+    for t in range(T):
+        p = x.new_zeros(B, D)
+        for s in range(min(size, t + 1)):
+            same = 1 if segment_ids is None else (segment_ids[:, t - s] == segment_ids[:, t])[:, None]
+            p = p + weight[:, size - 1 - s] * x[:, t - s] * same
+        y.append(p * p.sigmoid())
+    q, k, v = (z.unflatten(-1, (H, -1)) for z in torch.stack(y, 1).split([H * K, H * K, H * V], -1))
+    if unit:
+        q, k = (z * torch.rsqrt(z.square().sum(-1, keepdim=True) + 1e-6) for z in (q, k))
+    return q, k, v
+
+CONV_SHAPES = [(2, 130, 3, 16, 40, 4, True, True), (1, 1, 1, 5, 7, 4, True, True), (3, 67, 2, 16, 64, 2, True, False),
+               (1, 64, 1, 8, 150, 3, False, True), (1, 4, 2, 16, 16, 1, True, True)] # B, T, H, K, V, size, unit, segments
+
+# fp32 sums in another order: 1e-6; bf16 rounds what is returned (2e-3), and the gradient of a norm adds to it
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * torch.cuda.is_available())
+@pytest.mark.parametrize("B, T, H, K, V, size, unit, segments",
+                         CONV_SHAPES + [(2, 2049, 6, 128, 256, 4, True, True)] * torch.cuda.is_available())
+def test_short_conv(dtype, tol, B, T, H, K, V, size, unit, segments):
+    import kernels
+    torch.manual_seed(0)
+    x = torch.randn(B, T, H * (2 * K + V), device=DEVICE).to(dtype).requires_grad_()
+    weight = torch.randn(x.shape[-1], size, device=DEVICE, requires_grad=True)
+    ids = (torch.rand(B, T, device=DEVICE) < 0.2).cumsum(1).int() if segments else None
+    out = kernels.short_conv(x, weight, H, K, V, unit, ids)
+    X, W = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    ref = short_conv_loop(X, W, H, K, V, unit, ids)
+    do = [torch.randn_like(y).transpose(1, 2).contiguous().transpose(1, 2) for y in out] # not contiguous
+    torch.autograd.backward(out, do)
+    torch.autograd.backward(ref, [d.double() for d in do])
+    for y, r in zip((*out, x.grad, weight.grad), (*ref, X.grad, W.grad)):
+        assert torch.isfinite(y).all() and relative(y, r) <= tol
+
+def test_short_conv_refuses_and_repeats():
+    import kernels
+    x, weight = torch.randn(1, 9, 24, device=DEVICE, requires_grad=True), torch.randn(24, 4, device=DEVICE, requires_grad=True)
+    with pytest.raises(AssertionError, match="conv_size must be at most 4"):
+        kernels.short_conv(x, torch.randn(24, 5, device=DEVICE), 1, 8, 8, True)
+    torch.library.opcheck(kernels.short_conv_op, (x, weight, None, 1, 8, 8, True))
+    first, second = (torch.autograd.grad(kernels.short_conv(x, weight, 1, 8, 8, True), (x, weight),
+                                         [torch.ones(1, 9, 1, 8, device=DEVICE)] * 3) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+# ----------------------------------------------------------------------------------------------------------------------
 # the output head
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-def relative(x, ref):
-    return ((x.double() - ref.double()).norm() / ref.double().norm()).item()
 
 # rounding dz to bf16 leaves 2e-3 in the gradients; fp32 at the same shapes 1e-6 (tf32 on a GPU: allowed 1e-3)
 @pytest.mark.parametrize("dtype, vocab, loss_tol, grad_tol", [(torch.float32, 5000, 1e-5, 1e-5)]
