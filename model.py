@@ -323,11 +323,8 @@ class LM(nn.Module):
         """The state before the first token, for forward(state=...): a list with one dict a layer, updated in place."""
         return [block.mixer.init_state(batch, self.embed.weight.device) for block in self.blocks]
 
-    def forward(self, idx, targets=None, segment_ids=None, state=None):
-        """
-        idx, targets, segment_ids: (B, T) integers. With targets, logits is None and loss the mean over all tokens; without,
-        logits is (B, T, vocab_size) and loss None. With state, idx continues the sequences it holds.
-        """
+    def hidden(self, idx, segment_ids=None, state=None):
+        """What the output head reads, (B, T, C), normalised. Arguments as in forward."""
         x = self.embed(idx)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type)) # the residual stream: half the memory and traffic of fp32
@@ -336,7 +333,14 @@ class LM(nn.Module):
                 x = checkpoint(block, x, segment_ids, use_reentrant=False)
             else:
                 x = block(x, segment_ids, state and state[i])
-        logits = F.linear(self.norm(x), self.embed.weight)
+        return self.norm(x)
+
+    def forward(self, idx, targets=None, segment_ids=None, state=None):
+        """
+        idx, targets, segment_ids: (B, T) integers. With targets, logits is None and loss the mean over all tokens; without,
+        logits is (B, T, vocab_size) and loss None. With state, idx continues the sequences it holds.
+        """
+        logits = F.linear(self.hidden(idx, segment_ids, state), self.embed.weight)
         if targets is None:
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
