@@ -8,19 +8,17 @@ recurrent state, whose size does not depend on how much it has read.
 
 The text goes to stdout as it is drawn, speeds to stderr. Ctrl-C ends it.
 """
+import os
 import signal
 import sys
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(130)) # from here on, since importing torch takes seconds
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130)) # for the seconds in which torch is imported
     signal.signal(signal.SIGPIPE, signal.SIG_DFL) # `python sample.py | head` ends without a traceback
 
 import codecs
 import glob
-import os
-import re
 import time
-import zipfile
 from dataclasses import dataclass, fields
 
 import torch
@@ -29,7 +27,8 @@ import torch.nn.functional as F
 
 import config
 from model import LM, ModelConfig
-from prepare import load_tokenizer
+from prepare import encode, load_tokenizer
+from train import checkpoints, load_checkpoint
 
 @dataclass(frozen=True)
 class SampleConfig:
@@ -47,27 +46,10 @@ PIECE = 4096 # tokens of a prompt read at once, a multiple of the chunk of 64: t
 # ----------------------------------------------------------------------------------------------------------------------
 # checkpoint and prompt
 
-def step_of(path):
-    return int(re.search(r"ckpt_(\d+)\.pt$", path)[1])
-
-def load_checkpoint(out_dir):
-    """The newest undamaged checkpoint of out_dir, or of the folder under out/ that was written to last, and its path."""
-    found = [p for p in glob.glob(os.path.join(glob.escape(out_dir) or "out/**", "ckpt_*.pt"), recursive=True)
-             if re.search(r"ckpt_\d+\.pt$", p)]
-    if not found:
-        sys.exit(f"no checkpoint (ckpt_*.pt) in {out_dir or 'out/'}: train one first, python train.py config/tiny.py")
-    folder = os.path.dirname(max(found, key=os.path.getmtime))
-    found = sorted((p for p in found if os.path.dirname(p) == folder), key=step_of, reverse=True)
-    for path in found:
-        try:
-            with zipfile.ZipFile(path) as f: # its CRCs: weights_only loads a flipped bit without a word
-                bad = f.testzip()
-            if bad is None:
-                return torch.load(path, map_location="cpu", mmap=True, weights_only=True), path
-        except Exception as error: # whatever a damaged file makes zipfile or torch raise
-            bad = type(error).__name__
-        print(f"{path} is damaged ({bad})", file=sys.stderr)
-    sys.exit(f"no checkpoint in {folder} can be read: train again, or copy them afresh")
+def newest_out_dir():
+    """The folder under out/ whose checkpoint was written last."""
+    paths = [path for folder in glob.glob("out/**/", recursive=True) for path in checkpoints(folder)]
+    return os.path.dirname(max(paths, key=os.path.getmtime)) if paths else "out"
 
 def load_model(checkpoint, path, device):
     """The checkpoint's model; on a GPU the matrices are bf16, and A_log, dt_bias, norms and convolutions stay fp32."""
@@ -187,21 +169,28 @@ def check(cfg):
         if not ok:
             sys.exit(sentence)
 
+def say(*words):
+    print(*words, file=sys.stderr, flush=True) # stdout is for the text
+
 def main():
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
     cfg = config.load(SampleConfig)
     check(cfg)
     text = read_prompt(cfg.prompt)
-    checkpoint, path = load_checkpoint(cfg.out_dir)
+    out_dir = cfg.out_dir or newest_out_dir()
+    checkpoint, path = load_checkpoint(out_dir, say)
+    if checkpoint is None:
+        sys.exit(f"{out_dir}/ holds no checkpoint (ckpt_*.pt): train one first, python train.py config/tiny.py")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(checkpoint, path, device), load_tokenizer(checkpoint["tokenizer"])
-    tokens = [tokenizer.eot_token, *tokenizer.encode_ordinary(text)] # every document of the training data starts with eot
-    print(f"{path}: {model.cfg.mixer}, {model.num_params():,} parameters, on {device}", file=sys.stderr)
+    tokens = [tokenizer.eot_token, *encode(tokenizer, text)] # every document of the training data starts with eot
+    say(f"{path}: {model.cfg.mixer}, {model.num_params():,} parameters, on {device}")
 
     start = time.perf_counter()
     state, logits = prefill(model, torch.tensor([tokens], device=device))
     logits.max().item() # waits for the GPU
     speed = len(tokens) / (time.perf_counter() - start)
-    print(f"prompt: {len(tokens):,} tokens read at {speed:,.0f} tok/s", file=sys.stderr)
+    say(f"prompt: {len(tokens):,} tokens read at {speed:,.0f} tok/s")
 
     decoder = Decoder(model, 1, tokenizer.n_vocab, cfg.temperature, cfg.top_k, cfg.top_p)
     torch.manual_seed(cfg.seed)
@@ -219,7 +208,7 @@ def main():
             print(utf8.decode(b"", final=True), flush=True)
     finally: # also after Ctrl-C
         speed, size = count / (time.perf_counter() - start), state_bytes(decoder.state)
-        print(f"\nsamples: {count:,} tokens drawn at {speed:,.0f} tok/s, state {size / 1e6:,.3f} MB", file=sys.stderr)
+        say(f"\nsamples: {count:,} tokens drawn at {speed:,.0f} tok/s, state {size / 1e6:,.3f} MB")
 
 if __name__ == "__main__":
     main()

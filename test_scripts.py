@@ -282,7 +282,7 @@ def test_sample_falls_back_from_a_damaged_checkpoint(tmp_path):
     assert p.returncode == 0 and p.stderr.count("damaged") == 3 and f"{good}: gla" in p.stderr, p.stderr
     os.remove(good)
     p = sample(tmp_path)
-    assert p.returncode == 1 and "Traceback" not in p.stderr and "no checkpoint" in p.stderr.splitlines()[-1], p.stderr
+    assert p.returncode == 1 and "Traceback" not in p.stderr and "every checkpoint" in p.stderr.splitlines()[-1], p.stderr
 
 def test_sample_refuses_what_it_cannot_do(outs, tmp_path):
     refused(run(os.path.join(ROOT, "sample.py"), cwd=tmp_path), "train one first", "out/")
