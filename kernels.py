@@ -80,7 +80,7 @@ CONV_TOKENS, CONV_ROWS, TAPS = 64, 4, 4
 
 @triton.jit
 def stretch(n_blocks, T, R: tl.constexpr, TOKENS: tl.constexpr):
-    """Row of token 0 and first token of this program's R stretches, (R, 1); one that does not exist is past all tokens."""
+    """Row of token 0 and first token of this program's R stretches, (R, 1); one that does not exist is past the end."""
     i_n = tl.program_id(0) * R + tl.arange(0, R)[:, None]
     per_row = tl.cdiv(T, TOKENS)
     return (i_n // per_row).to(tl.int64) * T, tl.where(i_n < n_blocks, (i_n % per_row) * TOKENS, T + 4)
@@ -233,9 +233,9 @@ short_conv_op.register_autograd(short_conv_grad, setup_context=short_conv_setup)
 
 def short_conv(x, weight, H, K, V, unit, segment_ids=None):
     """
-    q, k (B, T, H, K) and v (B, T, H, V) out of x (B, T, H (K + K + V)) by a causal depthwise convolution over up to four
-    tokens of a segment, then SiLU; with `unit`, q and k are scaled to unit length. weight (H (K + K + V), 1 to 4) fp32, its
-    last column the current token's; segment_ids (B, T) int32. x bf16 or fp32, computed in fp32.
+    q, k (B, T, H, K) and v (B, T, H, V) out of x (B, T, H (K + K + V)) by a causal depthwise convolution over up to
+    four tokens of a segment, then SiLU; with `unit`, q and k are scaled to unit length. weight (H (K + K + V), 1 to 4)
+    fp32, its last column the current token's; segment_ids (B, T) int32. x bf16 or fp32, computed in fp32.
     """
     assert weight.shape[1] <= TAPS, f"conv_size must be at most {TAPS} on a GPU, got {weight.shape[1]}"
     weight = F.pad(weight.float(), (TAPS - weight.shape[1], 0)).contiguous() # taps of weight zero, as far back as four

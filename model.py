@@ -46,13 +46,13 @@ GATE_NORMALIZER = 16 # GLA's log gate is logsigmoid(x) / 16, so a token forgets 
 #   (I + strict_lower(beta k k^T * D)) U = beta (v - e^G k S),   o = scale ((q e^G) S + (q k^T * D) U),
 #   S'  = e^{G_last} S + (k e^{G_last - G})^T U.
 # G_i - G_j <= 0 wherever it is exponentiated, so nothing overflows however strong the gates are.
-# Where the segment id changes the state is zero: pairs of different segments are masked, a token sees S only in the
-# segment that S came from, and S' keeps only what belongs to the chunk's last token's segment.
+# Where the segment id changes the state is zero: G sums within a segment only, pairs of different segments are masked,
+# a token sees S only in the segment that S came from, and S' keeps only what belongs to the last token's segment.
 
 def chunks(chunk_size, segment_ids, *tensors):
     """
-    Yields, chunk by chunk, `tensors` as (B, H, C, ...), then masks: of pairs (B, 1, C, C); of tokens in the segment that
-    S came from, and in the last token's (B, 1, C); of S itself (B, 1, 1, 1).
+    Yields, chunk by chunk, `tensors` as (B, H, C, ...) and three masks: (B, 1, C, C), the pairs j <= i of one segment;
+    (B, 1, C), the tokens in the segment that S came from; (B, 1, 1, 1), whether the last one is.
     """
     B, T = tensors[0].shape[:2]
     if segment_ids is None:
@@ -61,10 +61,9 @@ def chunks(chunk_size, segment_ids, *tensors):
     for t in range(0, T, chunk_size):
         ids = segment_ids[:, t:t + chunk_size]
         pair = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
-        first, last = (ids == incoming)[:, None], (ids == ids[:, -1:])[:, None]
-        keep = (ids[:, -1:] == incoming)[:, None, None]
+        first, keep = (ids == incoming)[:, None], (ids[:, -1:] == incoming)[:, None, None]
         incoming = ids[:, -1:]
-        yield *(x[:, t:t + chunk_size].transpose(1, 2) for x in tensors), pair, first, last, keep
+        yield *(x[:, t:t + chunk_size].transpose(1, 2) for x in tensors), pair, first, keep
 
 def gla_chunked(q, k, v, g, scale=None, initial_state=None, segment_ids=None, chunk_size=64):
     """
@@ -77,13 +76,12 @@ def gla_chunked(q, k, v, g, scale=None, initial_state=None, segment_ids=None, ch
     scale = K**-0.5 if scale is None else scale
     S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
     o = []
-    for q, k, v, g, pair, first, last, keep in chunks(chunk_size, segment_ids, q, k, v, g):
-        G = g.cumsum(2) # (B, H, C, K)
+    for q, k, v, g, pair, first, keep in chunks(chunk_size, segment_ids, q, k, v, g):
+        G = pair.to(g.dtype) @ g # cumulative, (B, H, C, K)
         D = (G[:, :, :, None] - G[:, :, None]).masked_fill(~pair[..., None], -math.inf).exp() # (B, H, C, C, K)
         P = torch.einsum("bhik,bhijk,bhjk->bhij", q, D, k)
         o.append(scale * ((q * G.exp() * first[..., None]) @ S + P @ v))
-        r = (G[:, :, -1:] - G).exp() * last[..., None]
-        S = (G[:, :, -1].exp()[..., None] * keep) * S + (k * r).transpose(2, 3) @ v
+        S = (G[:, :, -1].exp()[..., None] * keep) * S + (k * D[:, :, -1]).transpose(2, 3) @ v
     return torch.cat(o, 2).transpose(1, 2), S
 
 def gated_delta_rule_chunked(q, k, v, g, beta, scale=None, initial_state=None, segment_ids=None, chunk_size=64):
@@ -96,15 +94,14 @@ def gated_delta_rule_chunked(q, k, v, g, beta, scale=None, initial_state=None, s
     scale = K**-0.5 if scale is None else scale
     S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
     o = []
-    for q, k, v, g, beta, pair, first, last, keep in chunks(chunk_size, segment_ids, q, k, v, g, beta):
-        G, beta = g.cumsum(2), beta[..., None] # (B, H, C), (B, H, C, 1)
+    for q, k, v, g, beta, pair, first, keep in chunks(chunk_size, segment_ids, q, k, v, g, beta):
+        G, beta = (pair.to(g.dtype) @ g[..., None])[..., 0], beta[..., None] # (B, H, C), (B, H, C, 1)
         D = (G[..., None] - G[:, :, None]).masked_fill(~pair, -math.inf).exp() # (B, H, C, C)
         e = (G.exp() * first)[..., None]
         M = (beta * (k @ k.transpose(2, 3)) * D).tril(-1) # the diagonal is taken as 1 by the solve
         U = torch.linalg.solve_triangular(M, beta * (v - e * (k @ S)), upper=False, unitriangular=True)
         o.append(scale * ((q * e) @ S + ((q @ k.transpose(2, 3)) * D) @ U))
-        r = ((G[:, :, -1:] - G).exp() * last)[..., None]
-        S = (G[:, :, -1].exp()[..., None, None] * keep) * S + (k * r).transpose(2, 3) @ U
+        S = (G[:, :, -1].exp()[..., None, None] * keep) * S + (k * D[:, :, -1, :, None]).transpose(2, 3) @ U
     return torch.cat(o, 2).transpose(1, 2), S
 
 # ----------------------------------------------------------------------------------------------------------------------
