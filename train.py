@@ -157,18 +157,18 @@ def open_data(cfg):
                  f"{cfg.vocab_size}: set vocab_size to {-meta['vocab_size'] // 128 * -128}")
     splits = {}
     for name in ("train", "val"):
-        shards = [s for s in meta["shards"] if s["file"].startswith(name)]
-        rows = [max(0, s["tokens"] - 1) // cfg.seq_len for s in shards]
+        shards = sorted(file for file in meta["shards"] if file.startswith(name))
+        rows = [max(0, meta["shards"][file]["tokens"] - 1) // cfg.seq_len for file in shards]
         if sum(rows) == 0:
             sys.exit(f"{cfg.data_dir} has no {name} row of seq_len + 1 = {cfg.seq_len + 1} tokens: lower seq_len or prepare more")
-        paths = [os.path.join(cfg.data_dir, s["file"]) for s in shards]
+        paths = [os.path.join(cfg.data_dir, file) for file in shards]
         splits[name] = Split(paths, [sum(rows[:i]) for i in range(len(rows) + 1)], meta["eot"])
     return meta, splits
 
 def verify_shards(folder, shards, threads):
-    """Exits naming the first shard that is not the one prepare.py wrote."""
-    def fault(shard):
-        path = os.path.join(folder, shard["file"])
+    """Exits naming the first of `shards`, items of meta.json's, that is not the file prepare.py wrote."""
+    def fault(item):
+        path, shard = os.path.join(folder, item[0]), item[1]
         try:
             if os.path.getsize(path) != 2 * shard["tokens"]:
                 return f"{path} is {os.path.getsize(path)} bytes long, not {2 * shard['tokens']}"
@@ -367,7 +367,7 @@ if __name__ == "__main__":
         check(cfg, world)
         meta, splits = open_data(cfg)
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) # each node hashes its own copy of the shards
-        verify_shards(cfg.data_dir, meta["shards"][local_rank::local_world], max(1, os.cpu_count() // local_world))
+        verify_shards(cfg.data_dir, sorted(meta["shards"].items())[local_rank::local_world], max(1, os.cpu_count() // local_world))
 
     def say_or_trace(kind, error, trace):
         sentence = explain(cfg, rank, error)
@@ -443,8 +443,8 @@ if __name__ == "__main__":
     def validation():
         """val_loss and val_ppl a token, val_bpb: bits per byte of the validation text, at its mean bytes per token."""
         loss = evaluate(cfg, forward, splits["val"], rank, world, device)
-        per_byte = meta["counts"]["val"]["tokens"] / meta["counts"]["val"]["bytes"]
-        return {"val_loss": loss, "val_ppl": float(np.exp(loss)), "val_bpb": loss / math.log(2) * per_byte}
+        bits = loss / math.log(2) # a token
+        return {"val_loss": loss, "val_ppl": float(np.exp(loss)), "val_bpb": bits * meta["val_tokens"] / meta["val_bytes"]}
 
     if cfg.eval_only:
         say(", ".join(f"{k} {v:.4f}" for k, v in validation().items()))
