@@ -205,7 +205,7 @@ def train_rows(cfg, n, step, micro_step, rank, world):
 def get_batch(cfg, split, rows, T, pin=False):
     """idx and targets (B, T) int64, segment_ids (B, T) int32 or None; rows longer than T are cut into pieces of T."""
     tokens = read_rows(split, rows, cfg.seq_len)
-    idx, targets = tokens[:, :-1].reshape(-1, T), tokens[:, 1:].reshape(-1, T)
+    idx, targets = tokens[:, :-1].clone().reshape(-1, T), tokens[:, 1:].clone().reshape(-1, T)
     ids = (idx == split.eot).cumsum(1, dtype=torch.int32) if cfg.reset_at_eot else None # a document starts with eot
     return [x if x is None or not pin else x.pin_memory() for x in (idx, targets, ids)]
 
