@@ -144,7 +144,7 @@ def test_linear_cross_entropy(dtype, vocab, loss_tol, grad_tol, monkeypatch):
     x = torch.randn(3, 13, 64, device=DEVICE).to(dtype).requires_grad_()
     weight = (0.3 * torch.randn(vocab, 64, device=DEVICE)).requires_grad_()
     targets = torch.randint(0, vocab, (3, 13), device=DEVICE)
-    targets[0, 0], targets[0, 1] = 0, vocab - 1
+    targets[0, 0], targets[0, 1], targets[2, 7:] = 0, vocab - 1, -100 # the last few do not count
     loss = kernels.linear_cross_entropy(x, weight, targets)
     (3 * loss).backward() # gradients scale with what arrives from above
     X, W = x.detach().double().requires_grad_(), weight.detach().to(dtype).double().requires_grad_()
