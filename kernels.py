@@ -52,7 +52,7 @@ def check(q, k, v, gates, state, segment_ids=None):
 def widen(x):
     """The last dimension zero-padded to the next of SIZES (exact: added keys and values are zero), made contiguous."""
     size = next(s for s in SIZES if s >= x.shape[-1])
-    return F.pad(x, (0, size - x.shape[-1])).contiguous()
+    return (x if size == x.shape[-1] else F.pad(x, (0, size - x.shape[-1]))).contiguous() # padding by 0 would copy
 
 def tiles(x, rows, cols):
     """Descriptor of `rows` x `cols` tiles of x (B, T, H, D), indexed [b, t, h * D + d]; the bound cuts a ragged T."""
