@@ -5,6 +5,7 @@ The scripts as their users run them: subprocesses, real files, kills, two ranks 
     TIKTOKEN_CACHE_DIR=DIR pytest test_scripts.py               # also what needs the GPT-2 vocabulary offline
 """
 import dataclasses
+import json
 import os
 import random
 import re
@@ -308,3 +309,102 @@ def test_sample_refuses_values_out_of_range(flag):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # bench.py
+
+TINY = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--d_key=8", "--d_value=8", "--d_mlp=48", "--seq_len=64", "--batch_size=2"]
+
+@pytest.fixture(scope="module")
+def bench_rows(tmp_path_factory):
+    """stdout of bench.py without --what on small models, and the rows of its JSON by table."""
+    path = tmp_path_factory.mktemp("bench") / "rows.jsonl"
+    p = run("bench.py", *TINY, f"--json={path}")
+    assert p.returncode == 0, p.stderr
+    tables = {}
+    for line in open(path):
+        row = json.loads(line)
+        tables.setdefault(row.pop("table"), []).append(row)
+    return p.stdout, tables
+
+KEYS = {"machine": "device torch python triton fla cuda",
+        "ceilings": "copy_gb_s matmul_tflops dtype",
+        "kernels": "op shape pass dtype ms p10 p90 first_s bytes flops gb_s copy tflops matmul ratio",
+        "train": "model mixer B T dtype compile params ms p10 p90 first_s tok_s tflops mfu matmul peak_gb",
+        "sample": "model mixer dtype pass batch context ms p10 p90 first_s tok_s",
+        "memory": "model mixer B T checkpoint_blocks saved_gb state_mb"}
+
+@pytest.mark.parametrize("table", KEYS)
+def test_bench_rows(bench_rows, table):
+    stdout, tables = bench_rows
+    assert set(tables) == set(KEYS)
+    for row in tables[table]:
+        assert set(KEYS[table].split()) <= set(row), row
+        for key, value in row.items():
+            if type(value) in (int, float):
+                assert 0 < value < float("inf"), (key, row)
+        if "ms" in row:
+            assert row["p10"] <= row["ms"] <= row["p90"]
+        if table not in ("machine", "ceilings"):
+            assert row.get("op", row.get("model")) in stdout
+
+def test_bench_figures_agree(bench_rows):
+    tables = bench_rows[1]
+    kernels = {(row["op"], row["pass"]): row for row in tables["kernels"]}
+    assert len(kernels) == 6 and all("error" not in row for row in kernels.values())
+    B, T, H, K, V = map(int, kernels["gla_chunked", "fwd"]["shape"].split())
+    for (op, part), row in kernels.items():
+        assert row["gb_s"] == pytest.approx(row["bytes"] / row["ms"] / 1e6) and ("saved_gb" in row) == (part == "fwd+bwd")
+        reference = "gla_chunked" if "sdpa" in op else op
+        assert row["ratio"] == pytest.approx(row["ms"] / kernels[reference, part]["ms"])
+    assert kernels["gla_chunked", "fwd"]["bytes"] == 4 * B * T * H * (3 * K + 2 * V) # q k g, v o
+    assert kernels["gated_delta_rule_chunked", "fwd+bwd"]["bytes"] == 4 * B * T * H * (3 * (2 * K + V + 2) + 2 * V)
+    assert [row["mixer"] for row in tables["train"]] == ["gla", "gdn", "attention"]
+    for row in tables["train"]:
+        assert row["tok_s"] == pytest.approx(2 * 64 / row["ms"] * 1000)
+    for row in tables["sample"]:
+        assert row["tok_s"] == pytest.approx(row["batch"] * (row["context"] if row["pass"] == "prefill" else 1) / row["ms"] * 1000)
+    states = {mixer: [row["state_mb"] for row in tables["memory"] if row["mixer"] == mixer] for mixer in ("gla", "gdn", "attention")}
+    assert states["gla"] == 4 * [4 * 2 * 8 * 8 / 1e6] # fp32 S
+    assert states["gdn"] == 4 * [4 * (2 * 8 * 8 + 3 * 48) / 1e6] # and convolutions
+    assert states["attention"] == [4 * 2 * 2 * 8 * T / 1e6 for T in (128, 256, 512, 1024)]
+
+def test_bench_of_one_config_and_one_table(tmp_path):
+    p = run(os.path.join(ROOT, "bench.py"), os.path.join(ROOT, "config", "tiny.py"), *TINY, "--what=memory", cwd=tmp_path)
+    assert p.returncode == 0, p.stderr
+    assert re.findall("^(operators|training step|generation|memory)", p.stdout, re.M) == ["memory"]
+    assert len(re.findall(r"^tiny +\d+ ", p.stdout, re.M)) == 4 # lengths
+
+def test_bench_counts_what_is_saved():
+    import bench
+    x = torch.ones(1000, requires_grad=True)
+    assert bench.saved_bytes(lambda: x.exp(), [x]) == 4000 # its result, which is what its backward needs
+    assert bench.saved_bytes(lambda: x * x, [x]) == 4000 # the result alone
+    assert bench.saved_bytes(lambda: (x.exp() * 2).exp(), [x]) == 8000
+
+def test_bench_knows_kinds_of_kernels():
+    from bench import kind_of
+    for kernel, kind in (("gla_fwd_out_kernel", "mixer kernels"), ("gdn_bwd_wy_kernel", "mixer kernels"),
+                         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "mixer kernels"),
+                         ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
+                         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
+                         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+                         ("triton_red_fused__log_softmax_nll_loss_forward_3", "loss"),
+                         ("triton_poi_fused_mul_silu_7", "norms, elementwise")):
+        assert kind_of(kernel) == kind, kernel
+
+def test_bench_draws_the_curves_of_runs(tmp_path):
+    for run_name in ("a", "b"):
+        os.makedirs(tmp_path / "out" / run_name)
+        with open(tmp_path / "out" / run_name / "log.jsonl", "w") as f:
+            print(json.dumps({"config": {}, "commit": "", "versions": {}}), file=f)
+            for step in range(1, 50):
+                loss = None if step == 7 else 5 / step # a step whose loss was not finite
+                print(json.dumps({"step": step, "tokens": step * 1000, "loss": loss, "val_loss": 1.0} if step % 10 == 0 else
+                                 {"step": step, "tokens": step * 1000, "loss": loss}), file=f)
+    picture = tmp_path / "loss.png"
+    p = run("bench.py", f"--plot={picture}", f"--logs={tmp_path}/out/*/log.jsonl")
+    assert p.returncode == 0 and "2 runs" in p.stdout, p.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+
+def test_bench_refuses_what_it_cannot_do(tmp_path):
+    refused(run("bench.py", "--what=speed"), "speed", "kernels, train, sample, memory")
+    refused(run("bench.py", f"--json={tmp_path}/none/rows.jsonl"), "none/rows.jsonl", "No such file")
+    refused(run("bench.py", f"--plot={tmp_path}/loss.png", f"--logs={tmp_path}/*.jsonl"), str(tmp_path), "no such file")
