@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -78,6 +79,11 @@ def outs(tmp_path_factory):
 
 def sample(out_dir, *flags, **kwargs):
     return run("sample.py", f"--out_dir={out_dir}", *flags, **kwargs)
+
+def two_at_a_time(f, arguments):
+    """[f(*a) for a in arguments], two processes at once: most of a run is importing torch."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda a: f(*a), arguments))
 
 def greedy_by_full_forwards(model, tokens, n):
     for _ in range(n):
@@ -173,32 +179,32 @@ def test_padding_of_the_vocabulary_is_never_drawn(tmp_path):
     assert sample(tmp_path, "--temperature=5", "--top_k=0").returncode == 0
 
 def test_sample_seeds_and_prompts(outs):
-    first, again, other = (sample(outs / "gdn", "--prompt=ab", "--max_new_tokens=60", f"--seed={s}") for s in (1, 1, 2))
+    flags = outs / "gdn", "--prompt=ab", "--max_new_tokens=60"
+    first, again, other, two = two_at_a_time(sample, [(*flags, f"--seed={s}", f"--num_samples={n}")
+                                                      for s, n in ((1, 1), (1, 1), (2, 1), (1, 2))])
     assert first.returncode == 0 and first.stdout.startswith("ab"), first.stderr
     assert first.stdout == again.stdout != other.stdout
     assert "prompt: 3 tokens" in first.stderr and "tok/s" in first.stderr and str(outs / "gdn") in first.stderr
-    two = sample(outs / "gdn", "--prompt=ab", "--max_new_tokens=60", "--seed=1", "--num_samples=2").stdout
-    one, rule, rest = two.partition("-" * 80)
+    one, rule, rest = two.stdout.partition("-" * 80)
     assert one == first.stdout and rest.strip().startswith("ab") and rest.strip() != one.strip()
 
 def test_sample_empty_prompt_and_top_k_beyond_the_vocabulary(outs):
     p = sample(outs / "gla", "--max_new_tokens=20", "--top_k=1000000", "--top_p=0.9")
     assert p.returncode == 0 and "prompt: 1 tokens" in p.stderr and p.stdout.strip(), p.stderr
 
-@pytest.mark.parametrize("mixer", SMALL_MODELS)
-def test_sample_reads_long_prompts_from_a_file(outs, mixer, tmp_path):
+def test_sample_reads_long_prompts_from_a_file(outs, tmp_path):
     rng = random.Random(0)
     text = "".join(rng.choice("abcdefgh \r\n") for _ in range(20_000 - 1))
     (tmp_path / "story.txt").write_text(text, newline="")
-    p = sample(outs / mixer, f"--prompt=@{tmp_path / 'story.txt'}", "--temperature=0", "--max_new_tokens=4")
-    assert p.returncode == 0 and "prompt: 20,000 tokens" in p.stderr, p.stderr
-    if mixer == "attention": # quadratic: seconds
-        return
+    flags = f"--prompt=@{tmp_path / 'story.txt'}", "--temperature=0", "--max_new_tokens=4"
     from sample import Decoder, generate, prefill
-    model = small_model(mixer)
-    state, logits = prefill(model, torch.tensor([[256, *text.encode()]]), piece=20_000)
-    tokens = generate(Decoder(model, 1, 257, 0, 0, 1), state, logits, 4, eot=256)
-    assert p.stdout == bytes(tokens).decode(errors="replace") + "\n"
+    for mixer, p in zip(SMALL_MODELS, two_at_a_time(sample, [(outs / mixer, *flags) for mixer in SMALL_MODELS])):
+        assert p.returncode == 0 and "prompt: 20,000 tokens" in p.stderr, p.stderr
+        if mixer != "attention": # quadratic: seconds
+            model = small_model(mixer)
+            state, logits = prefill(model, torch.tensor([[256, *text.encode()]]), piece=20_000)
+            tokens = generate(Decoder(model, 1, 257, 0, 0, 1), state, logits, 4, eot=256)
+            assert p.stdout == bytes(tokens).decode(errors="replace") + "\n"
 
 def test_sample_ends_at_eot(tmp_path):
     model = small_model("gla")
@@ -286,17 +292,20 @@ def test_sample_falls_back_from_a_damaged_checkpoint(tmp_path):
     assert p.returncode == 1 and "Traceback" not in p.stderr and "every checkpoint" in p.stderr.splitlines()[-1], p.stderr
 
 def test_sample_refuses_what_it_cannot_do(outs, tmp_path):
-    refused(run(os.path.join(ROOT, "sample.py"), cwd=tmp_path), "train one first", "out/")
-    refused(sample(tmp_path / "nowhere"), "nowhere", "train one first")
-    refused(sample(outs / "gla", f"--prompt=@{tmp_path / 'none.txt'}"), "none.txt", "No such file")
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
-    refused(sample(outs / "gla", f"--prompt=@{tmp_path / 'latin1.txt'}"), "latin1.txt", "UTF-8", "byte 3")
-    model = small_model("gla", n_layer=1)
-    save_checkpoint(tmp_path / "other", model)
-    checkpoint = torch.load(tmp_path / "other" / "ckpt_1.pt", weights_only=True)
+    path = save_checkpoint(tmp_path / "other", small_model("gla", n_layer=1))
+    checkpoint = torch.load(path, weights_only=True)
     checkpoint["config"]["n_layer"] = 2
-    torch.save(checkpoint, tmp_path / "other" / "ckpt_1.pt")
-    refused(sample(tmp_path / "other"), "ckpt_1.pt", "does not fit")
+    torch.save(checkpoint, path)
+    cases = {("--temperature=0",): ("train one first", "out/"), # in a folder without out/
+             (f"--out_dir={tmp_path / 'nowhere'}",): ("nowhere", "train one first"),
+             (f"--out_dir={outs / 'gla'}", f"--prompt=@{tmp_path / 'none.txt'}"): ("none.txt", "No such file"),
+             (f"--out_dir={outs / 'gla'}", f"--prompt=@{tmp_path / 'latin1.txt'}"): ("latin1.txt", "UTF-8", "byte 3"),
+             (f"--out_dir={outs / 'gla'}", "--top_p=1.5"): ("--top_p=1.5",),
+             (f"--out_dir={tmp_path / 'other'}",): ("ckpt_1.pt", "does not fit")}
+    results = two_at_a_time(lambda *flags: run(os.path.join(ROOT, "sample.py"), *flags, cwd=tmp_path), cases)
+    for p, words in zip(results, cases.values()):
+        refused(p, *words)
 
 @pytest.mark.parametrize("flag", ["--temperature=-1", "--temperature=nan", "--top_p=0", "--top_p=1.5", "--top_k=-1",
                                   "--num_samples=0", "--max_new_tokens=0", "--seed=-1", "--seed=99999999999999999999"])
@@ -405,6 +414,8 @@ def test_bench_draws_the_curves_of_runs(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
 
 def test_bench_refuses_what_it_cannot_do(tmp_path):
-    refused(run("bench.py", "--what=speed"), "speed", "kernels, train, sample, memory")
-    refused(run("bench.py", f"--json={tmp_path}/none/rows.jsonl"), "none/rows.jsonl", "No such file")
-    refused(run("bench.py", f"--plot={tmp_path}/loss.png", f"--logs={tmp_path}/*.jsonl"), str(tmp_path), "no such file")
+    cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"),
+             (f"--json={tmp_path}/none/rows.jsonl",): ("none/rows.jsonl", "No such file"),
+             (f"--plot={tmp_path}/loss.png", f"--logs={tmp_path}/*.jsonl"): (str(tmp_path), "no such file")}
+    for p, words in zip(two_at_a_time(lambda *flags: run("bench.py", *flags), cases), cases.values()):
+        refused(p, *words)
