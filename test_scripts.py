@@ -293,6 +293,7 @@ def test_sample_falls_back_from_a_damaged_checkpoint(tmp_path):
 
 def test_sample_refuses_what_it_cannot_do(outs, tmp_path):
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "spaces.txt").write_text(" " * 1_000_000 + "a")
     path = save_checkpoint(tmp_path / "other", small_model("gla", n_layer=1))
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["config"]["n_layer"] = 2
@@ -302,6 +303,7 @@ def test_sample_refuses_what_it_cannot_do(outs, tmp_path):
              (f"--out_dir={outs / 'gla'}", f"--prompt=@{tmp_path / 'none.txt'}"): ("none.txt", "No such file"),
              (f"--out_dir={outs / 'gla'}", f"--prompt=@{tmp_path / 'latin1.txt'}"): ("latin1.txt", "UTF-8", "byte 3"),
              (f"--out_dir={outs / 'gla'}", "--top_p=1.5"): ("--top_p=1.5",),
+             (f"--out_dir={outs / 'gla'}", f"--prompt=@{tmp_path / 'spaces.txt'}"): ("white-space", "900,000"),
              (f"--out_dir={tmp_path / 'other'}",): ("ckpt_1.pt", "does not fit")}
     results = two_at_a_time(lambda *flags: run(os.path.join(ROOT, "sample.py"), *flags, cwd=tmp_path), cases)
     for p, words in zip(results, cases.values()):
