@@ -118,6 +118,7 @@ class Decoder:
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=model.embed.weight.device)
         self.state, self.graph = model.init_state(batch), None
         if self.token.is_cuda and model.cfg.mixer != "attention": # its cache grows, and a graph has fixed addresses
+            torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()): # a graph must not be the first to run a kernel
                 for _ in range(3):
                     self.forward()
