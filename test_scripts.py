@@ -1061,6 +1061,11 @@ def outs(tmp_path_factory):
 def sample(out_dir, *flags, **kwargs):
     return run("sample.py", f"--out_dir={out_dir}", *flags, **kwargs)
 
+def two_at_a_time(f, arguments):
+    """[f(*a) for a in arguments], two processes at once: most of a run is importing torch."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda a: f(*a), arguments))
+
 def greedy_by_full_forwards(model, tokens, n):
     for _ in range(n):
         tokens = tokens + [model(torch.tensor([tokens]))[0][0, -1, :257].argmax().item()]
@@ -1155,32 +1160,32 @@ def test_padding_of_the_vocabulary_is_never_drawn(tmp_path):
     assert sample(tmp_path, "--temperature=5", "--top_k=0").returncode == 0
 
 def test_sample_seeds_and_prompts(outs):
-    first, again, other = (sample(outs / "gdn", "--prompt=ab", "--max_new_tokens=60", f"--seed={s}") for s in (1, 1, 2))
+    flags = outs / "gdn", "--prompt=ab", "--max_new_tokens=60"
+    first, again, other, two = two_at_a_time(sample, [(*flags, f"--seed={s}", f"--num_samples={n}")
+                                                      for s, n in ((1, 1), (1, 1), (2, 1), (1, 2))])
     assert first.returncode == 0 and first.stdout.startswith("ab"), first.stderr
     assert first.stdout == again.stdout != other.stdout
     assert "prompt: 3 tokens" in first.stderr and "tok/s" in first.stderr and str(outs / "gdn") in first.stderr
-    two = sample(outs / "gdn", "--prompt=ab", "--max_new_tokens=60", "--seed=1", "--num_samples=2").stdout
-    one, rule, rest = two.partition("-" * 80)
+    one, rule, rest = two.stdout.partition("-" * 80)
     assert one == first.stdout and rest.strip().startswith("ab") and rest.strip() != one.strip()
 
 def test_sample_empty_prompt_and_top_k_beyond_the_vocabulary(outs):
     p = sample(outs / "gla", "--max_new_tokens=20", "--top_k=1000000", "--top_p=0.9")
     assert p.returncode == 0 and "prompt: 1 tokens" in p.stderr and p.stdout.strip(), p.stderr
 
-@pytest.mark.parametrize("mixer", SMALL_MODELS)
-def test_sample_reads_long_prompts_from_a_file(outs, mixer, tmp_path):
+def test_sample_reads_long_prompts_from_a_file(outs, tmp_path):
     rng = random.Random(0)
     text = "".join(rng.choice("abcdefgh \r\n") for _ in range(20_000 - 1))
     (tmp_path / "story.txt").write_text(text, newline="")
-    p = sample(outs / mixer, f"--prompt=@{tmp_path / 'story.txt'}", "--temperature=0", "--max_new_tokens=4")
-    assert p.returncode == 0 and "prompt: 20,000 tokens" in p.stderr, p.stderr
-    if mixer == "attention": # quadratic: seconds
-        return
+    flags = f"--prompt=@{tmp_path / 'story.txt'}", "--temperature=0", "--max_new_tokens=4"
     from sample import Decoder, generate, prefill
-    model = small_model(mixer)
-    state, logits = prefill(model, torch.tensor([[256, *text.encode()]]), piece=20_000)
-    tokens = generate(Decoder(model, 1, 257, 0, 0, 1), state, logits, 4, eot=256)
-    assert p.stdout == bytes(tokens).decode(errors="replace") + "\n"
+    for mixer, p in zip(SMALL_MODELS, two_at_a_time(sample, [(outs / mixer, *flags) for mixer in SMALL_MODELS])):
+        assert p.returncode == 0 and "prompt: 20,000 tokens" in p.stderr, p.stderr
+        if mixer != "attention": # quadratic: seconds
+            model = small_model(mixer)
+            state, logits = prefill(model, torch.tensor([[256, *text.encode()]]), piece=20_000)
+            tokens = generate(Decoder(model, 1, 257, 0, 0, 1), state, logits, 4, eot=256)
+            assert p.stdout == bytes(tokens).decode(errors="replace") + "\n"
 
 def test_sample_ends_at_eot(tmp_path):
     model = small_model("gla")
@@ -1268,17 +1273,22 @@ def test_sample_falls_back_from_a_damaged_checkpoint(tmp_path):
     assert p.returncode == 1 and "Traceback" not in p.stderr and "every checkpoint" in p.stderr.splitlines()[-1], p.stderr
 
 def test_sample_refuses_what_it_cannot_do(outs, tmp_path):
-    refused(run(os.path.join(ROOT, "sample.py"), cwd=tmp_path), "train one first", "out/")
-    refused(sample(tmp_path / "nowhere"), "nowhere", "train one first")
-    refused(sample(outs / "gla", f"--prompt=@{tmp_path / 'none.txt'}"), "none.txt", "No such file")
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
-    refused(sample(outs / "gla", f"--prompt=@{tmp_path / 'latin1.txt'}"), "latin1.txt", "UTF-8", "byte 3")
-    model = small_model("gla", n_layer=1)
-    save_checkpoint(tmp_path / "other", model)
-    checkpoint = torch.load(tmp_path / "other" / "ckpt_1.pt", weights_only=True)
+    (tmp_path / "spaces.txt").write_text(" " * 1_000_000 + "a")
+    path = save_checkpoint(tmp_path / "other", small_model("gla", n_layer=1))
+    checkpoint = torch.load(path, weights_only=True)
     checkpoint["config"]["n_layer"] = 2
-    torch.save(checkpoint, tmp_path / "other" / "ckpt_1.pt")
-    refused(sample(tmp_path / "other"), "ckpt_1.pt", "does not fit")
+    torch.save(checkpoint, path)
+    cases = {("--temperature=0",): ("train one first", "out/"), # in a folder without out/
+             (f"--out_dir={tmp_path / 'nowhere'}",): ("nowhere", "train one first"),
+             (f"--out_dir={outs / 'gla'}", f"--prompt=@{tmp_path / 'none.txt'}"): ("none.txt", "No such file"),
+             (f"--out_dir={outs / 'gla'}", f"--prompt=@{tmp_path / 'latin1.txt'}"): ("latin1.txt", "UTF-8", "byte 3"),
+             (f"--out_dir={outs / 'gla'}", "--top_p=1.5"): ("--top_p=1.5",),
+             (f"--out_dir={outs / 'gla'}", f"--prompt=@{tmp_path / 'spaces.txt'}"): ("white-space", "900,000"),
+             (f"--out_dir={tmp_path / 'other'}",): ("ckpt_1.pt", "does not fit")}
+    results = two_at_a_time(lambda *flags: run(os.path.join(ROOT, "sample.py"), *flags, cwd=tmp_path), cases)
+    for p, words in zip(results, cases.values()):
+        refused(p, *words)
 
 @pytest.mark.parametrize("flag", ["--temperature=-1", "--temperature=nan", "--top_p=0", "--top_p=1.5", "--top_k=-1",
                                   "--num_samples=0", "--max_new_tokens=0", "--seed=-1", "--seed=99999999999999999999"])
@@ -1291,3 +1301,104 @@ def test_sample_refuses_values_out_of_range(flag):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # bench.py
+
+TINY = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--d_key=8", "--d_value=8", "--d_mlp=48", "--seq_len=64", "--batch_size=2"]
+
+@pytest.fixture(scope="module")
+def bench_rows(tmp_path_factory):
+    """stdout of bench.py without --what on small models, and the rows of its JSON by table."""
+    path = tmp_path_factory.mktemp("bench") / "rows.jsonl"
+    p = run("bench.py", *TINY, f"--json={path}")
+    assert p.returncode == 0, p.stderr
+    tables = {}
+    for line in open(path):
+        row = json.loads(line)
+        tables.setdefault(row.pop("table"), []).append(row)
+    return p.stdout, tables
+
+KEYS = {"machine": "device torch python triton fla cuda",
+        "ceilings": "copy_gb_s matmul_tflops dtype",
+        "kernels": "op shape pass dtype ms p10 p90 first_s bytes flops gb_s copy tflops matmul ratio",
+        "train": "model mixer B T dtype compile params ms p10 p90 first_s tok_s tflops mfu matmul peak_gb",
+        "sample": "model mixer dtype pass batch context ms p10 p90 first_s tok_s",
+        "memory": "model mixer B T checkpoint_blocks saved_gb state_mb"}
+
+@pytest.mark.parametrize("table", KEYS)
+def test_bench_rows(bench_rows, table):
+    stdout, tables = bench_rows
+    assert set(tables) == set(KEYS)
+    for row in tables[table]:
+        assert set(KEYS[table].split()) <= set(row), row
+        for key, value in row.items():
+            if type(value) in (int, float):
+                assert 0 < value < float("inf"), (key, row)
+        if "ms" in row:
+            assert row["p10"] <= row["ms"] <= row["p90"]
+        if table not in ("machine", "ceilings"):
+            assert row.get("op", row.get("model")) in stdout
+
+def test_bench_figures_agree(bench_rows):
+    tables = bench_rows[1]
+    kernels = {(row["op"], row["pass"]): row for row in tables["kernels"]}
+    assert len(kernels) == 6 and all("error" not in row for row in kernels.values())
+    B, T, H, K, V = map(int, kernels["gla_chunked", "fwd"]["shape"].split())
+    for (op, part), row in kernels.items():
+        assert row["gb_s"] == pytest.approx(row["bytes"] / row["ms"] / 1e6) and ("saved_gb" in row) == (part == "fwd+bwd")
+        reference = "gla_chunked" if "sdpa" in op else op
+        assert row["ratio"] == pytest.approx(row["ms"] / kernels[reference, part]["ms"])
+    assert kernels["gla_chunked", "fwd"]["bytes"] == 4 * B * T * H * (3 * K + 2 * V) # q k g, v o
+    assert kernels["gated_delta_rule_chunked", "fwd+bwd"]["bytes"] == 4 * B * T * H * (3 * (2 * K + V + 2) + 2 * V)
+    assert [row["mixer"] for row in tables["train"]] == ["gla", "gdn", "attention"]
+    for row in tables["train"]:
+        assert row["tok_s"] == pytest.approx(2 * 64 / row["ms"] * 1000)
+    for row in tables["sample"]:
+        assert row["tok_s"] == pytest.approx(row["batch"] * (row["context"] if row["pass"] == "prefill" else 1) / row["ms"] * 1000)
+    states = {mixer: [row["state_mb"] for row in tables["memory"] if row["mixer"] == mixer] for mixer in ("gla", "gdn", "attention")}
+    assert states["gla"] == 4 * [4 * 2 * 8 * 8 / 1e6] # fp32 S
+    assert states["gdn"] == 4 * [4 * (2 * 8 * 8 + 3 * 48) / 1e6] # and convolutions
+    assert states["attention"] == [4 * 2 * 2 * 8 * T / 1e6 for T in (128, 256, 512, 1024)]
+
+def test_bench_of_one_config_and_one_table(tmp_path):
+    p = run(os.path.join(ROOT, "bench.py"), os.path.join(ROOT, "config", "tiny.py"), *TINY, "--what=memory", cwd=tmp_path)
+    assert p.returncode == 0, p.stderr
+    assert re.findall("^(operators|training step|generation|memory)", p.stdout, re.M) == ["memory"]
+    assert len(re.findall(r"^tiny +\d+ ", p.stdout, re.M)) == 4 # lengths
+
+def test_bench_counts_what_is_saved():
+    import bench
+    x = torch.ones(1000, requires_grad=True)
+    assert bench.saved_bytes(lambda: x.exp(), [x]) == 4000 # its result, which is what its backward needs
+    assert bench.saved_bytes(lambda: x * x, [x]) == 4000 # the result alone
+    assert bench.saved_bytes(lambda: (x.exp() * 2).exp(), [x]) == 8000
+
+def test_bench_knows_kinds_of_kernels():
+    from bench import kind_of
+    for kernel, kind in (("gla_fwd_out_kernel", "mixer kernels"), ("gdn_bwd_wy_kernel", "mixer kernels"),
+                         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "mixer kernels"),
+                         ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
+                         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
+                         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+                         ("triton_red_fused__log_softmax_nll_loss_forward_3", "loss"),
+                         ("triton_poi_fused_mul_silu_7", "norms, elementwise")):
+        assert kind_of(kernel) == kind, kernel
+
+def test_bench_draws_the_curves_of_runs(tmp_path):
+    for run_name in ("a", "b"):
+        os.makedirs(tmp_path / "out" / run_name)
+        with open(tmp_path / "out" / run_name / "log.jsonl", "w") as f:
+            print(json.dumps({"config": {}, "commit": "", "versions": {}}), file=f)
+            for step in range(1, 50):
+                loss = None if step == 7 else 5 / step # a step whose loss was not finite
+                print(json.dumps({"step": step, "tokens": step * 1000, "loss": loss, "val_loss": 1.0} if step % 10 == 0 else
+                                 {"step": step, "tokens": step * 1000, "loss": loss}), file=f)
+    picture = tmp_path / "loss.png"
+    p = run("bench.py", f"--plot={picture}", f"--logs={tmp_path}/out/*/log.jsonl")
+    assert p.returncode == 0 and "2 runs" in p.stdout, p.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+
+def test_bench_refuses_what_it_cannot_do(tmp_path):
+    cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"),
+             (f"--json={tmp_path}/none/rows.jsonl",): ("none/rows.jsonl", "No such file"),
+             (f"--plot={tmp_path}/loss.png", f"--logs={tmp_path}/*.jsonl"): (str(tmp_path), "no such file")}
+    for p, words in zip(two_at_a_time(lambda *flags: run("bench.py", *flags), cases), cases.values()):
+        refused(p, *words)
