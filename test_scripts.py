@@ -154,8 +154,7 @@ def test_prepare_every_format_gives_the_same_documents(tmp_path):
     for i, text in enumerate(documents):
         (tmp_path / "d" / f"{i:03d}.txt").write_bytes(text.encode())
     (tmp_path / "d" / "README.md").write_text("not a document")
-    shards = [{name: shard for name, shard in prepared(tmp_path / source, tmp_path / f"{source}.out")["shards"].items()}
-              for source in "abcd"]
+    shards = [prepared(tmp_path / source, tmp_path / f"{source}.out")["shards"] for source in "abcd"]
     assert shards[0] == shards[1] == shards[2] == shards[3]
     out = tmp_path / "a.out"
     assert sorted(documents_of(out, "train") + documents_of(out, "val")) == sorted(documents)
@@ -204,7 +203,7 @@ TRICKY = {
     "spaces": " " * 10**6, "spaces before text": " " * 10**6 + "end", "spaces inside": "a" + " " * 2_500_000 + "\nb",
     "lines before text": "\n" * 10**6 + "end", "wide spaces": "\u3000\t" * 600_000 + "end", "one letter": "a" * 10**6,
     "one symbol": "^" * 10**6, "lone surrogate": "a\ud800b\udfffc", "pair of surrogates": "\U0001f600", "empty": "",
-    "special": "<|endoftext|> and <|endoftext|>", "minified": "function(a,b){return a[b]||{}};" * 70_000,
+    "special": "<|endoftext|> and <|endoftext|>", "minified": "function(a,b){return a[b]||{}};" * 70_000, # 2 MB
     "letters without space": "abcdefghij" * 100_000, "null": "\0\x85\x1c\r\n", "digits": "0123456789" * 100_000}
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
@@ -453,7 +452,8 @@ def test_prepare_interrupted_and_a_worker_killed(tmp_path):
 
 def test_prepare_on_a_full_disk(tmp_path):
     jsonl(tmp_path / "a.jsonl", texts(400))
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); import prepare; prepare.main()"
+    limited = ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
+               "import prepare; prepare.main()")
     p = run("-c", limited, f"--dataset={tmp_path / 'a.jsonl'}", f"--out_dir={tmp_path / 'out'}", "--num_proc=1")
     refused(p, "File too large", "out")
 
