@@ -208,14 +208,13 @@ def test_prepare_every_format_gives_the_same_documents(tmp_path):
     for i, text in enumerate(documents):
         (tmp_path / "d" / f"{i:03d}.txt").write_bytes(text.encode())
     (tmp_path / "d" / "README.md").write_text("not a document")
-    shards = [{name: shard for name, shard in prepared(tmp_path / source, tmp_path / f"{source}.out")["shards"].items()}
-              for source in "abcd"]
+    shards = [prepared(tmp_path / source, tmp_path / f"{source}.out")["shards"] for source in "abcd"]
     assert shards[0] == shards[1] == shards[2] == shards[3]
     out = tmp_path / "a.out"
     assert sorted(documents_of(out, "train") + documents_of(out, "val")) == sorted(documents)
     assert len(documents_of(out, "val")) == 1 # at least one, though none of these is 1 in 200
     meta = prepared(tmp_path / "*" / "[ab].jsonl*", tmp_path / "glob")
-    assert meta["train_documents"] + meta["val_documents"] == 120 and meta["val_documents"] == 2 # both copies of one text
+    assert (meta["train_documents"], meta["val_documents"]) == (118, 2) # both copies of one text
     p = run(os.path.join(ROOT, "prepare.py"), "--dataset=a", "--num_proc=1", cwd=tmp_path)
     assert p.returncode == 0 and (tmp_path / "data" / "a-bytes" / "meta.json").exists()
 
@@ -242,7 +241,7 @@ def test_prepare_slimpajama_layout_and_limits(tmp_path):
 def test_prepare_draws_validation_by_hash(tmp_path):
     documents = texts(4000, words=3)
     jsonl(tmp_path / "a" / "0.jsonl", documents + documents[:1000])
-    meta = prepared(tmp_path / "a", tmp_path / "out")
+    prepared(tmp_path / "a", tmp_path / "out")
     train, val = documents_of(tmp_path / "out", "train"), documents_of(tmp_path / "out", "val")
     assert sorted(train + val) == sorted(documents + documents[:1000])
     assert not set(train) & set(val)
@@ -251,14 +250,13 @@ def test_prepare_draws_validation_by_hash(tmp_path):
     prepared(tmp_path / "a", tmp_path / "out2")
     assert set(val) <= set(documents_of(tmp_path / "out2", "val"))
     assert not set(train) & set(documents_of(tmp_path / "out2", "val"))
-    assert meta["settings"]["source"] != json.loads((tmp_path / "out2" / "meta.json").read_text())["settings"]["source"]
     refused(prepare(tmp_path / "a", tmp_path / "out"), "source") # not the files it was made of
 
 TRICKY = {
     "spaces": " " * 10**6, "spaces before text": " " * 10**6 + "end", "spaces inside": "a" + " " * 2_500_000 + "\nb",
     "lines before text": "\n" * 10**6 + "end", "wide spaces": "\u3000\t" * 600_000 + "end", "one letter": "a" * 10**6,
     "one symbol": "^" * 10**6, "lone surrogate": "a\ud800b\udfffc", "pair of surrogates": "\U0001f600", "empty": "",
-    "special": "<|endoftext|> and <|endoftext|>", "minified": "function(a,b){return a[b]||{}};" * 70_000,
+    "special": "<|endoftext|> and <|endoftext|>", "minified": "function(a,b){return a[b]||{}};" * 70_000, # 2 MB
     "letters without space": "abcdefghij" * 100_000, "null": "\0\x85\x1c\r\n", "digits": "0123456789" * 100_000}
 
 @pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
@@ -290,7 +288,8 @@ def test_prepare_reads_large_text_in_pieces(tmp_path):
 
 def largest(*args):
     """Runs prepare.py; returns the peak memory of its largest process in bytes, and what it printed."""
-    code = ("import resource, subprocess, sys; subprocess.run([sys.executable, 'prepare.py', *sys.argv[1:]], check=True); "
+    code = ("import resource, subprocess, sys; "
+            "subprocess.run([sys.executable, 'prepare.py', *sys.argv[1:]], check=True); "
             "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)")
     p = run("-c", code, *args) # a process between: what is forked from this one inherits its peak
     assert p.returncode == 0, (p.stdout, p.stderr)
@@ -308,10 +307,12 @@ def test_prepare_memory_is_bounded(tmp_path):
         (tmp_path / "train" / name).unlink()
         assert peak < 150e6
 
+def frame():
+    return zstandard.ZstdCompressor().compress(b'{"text": "a"}\n' * 9)
+
 BAD = { # name of the file: what it holds, and words of the sentence
-    "cut.jsonl.zst": (lambda: zstandard.ZstdCompressor().compress(b'{"text": "a"}\n' * 9)[:-5], ["cut.jsonl.zst", "truncated"]),
-    "second.jsonl.zst": (lambda: (2 * zstandard.ZstdCompressor().compress(b'{"text": "a"}\n' * 9))[:-5], ["second.jsonl.zst",
-                                                                                                     "truncated"]),
+    "cut.jsonl.zst": (lambda: frame()[:-5], ["cut.jsonl.zst", "truncated"]),
+    "second.jsonl.zst": (lambda: frame() + frame()[:-5], ["second.jsonl.zst", "truncated"]),
     "empty.jsonl.zst": (lambda: b"", ["empty.jsonl.zst", "truncated"]),
     "page.jsonl.zst": (lambda: b"<!doctype html><html>429</html>", ["page.jsonl.zst", "not a zstd file"]),
     "page.jsonl": (lambda: b"<!doctype html><html>429</html>", ["page.jsonl:1", "not a JSON record"]),
@@ -337,8 +338,9 @@ def parquet(columns):
     pyarrow.parquet.write_table(pyarrow.table(columns), sink)
     return sink.getvalue().to_pybytes()
 
-@pytest.mark.parametrize("name, layout", [(name, layout) for name in BAD for layout in ("", "train") # drawn, or beside it
-                                          if not layout or name.split(".")[0] not in ("one", "same", "none", "table")])
+@pytest.mark.parametrize("name, layout", [ # validation drawn from the file, or a file beside it
+    (name, layout) for name in BAD for layout in ("", "train")
+    if not layout or name.split(".")[0] not in ("one", "same", "none", "table")])
 def test_prepare_names_a_bad_file(tmp_path, name, layout):
     content, words = BAD[name]
     folder = tmp_path / "corpus" / layout
@@ -396,7 +398,8 @@ def test_prepare_shards_and_merge(tmp_path):
     merged, one = tmp_path / "data" / "corpus-bytes", tmp_path / "one"
     for split in ("train", "val"):
         assert sorted(documents_of(merged, split)) == sorted(documents_of(one, split))
-        assert documents_of(merged, split) == [text for part in parts for text in documents_of(pathlib.Path(part), split)]
+        in_order = [text for part in parts for text in documents_of(pathlib.Path(part), split)]
+        assert documents_of(merged, split) == in_order
     metas = [json.loads((folder / "meta.json").read_text()) for folder in (merged, one)]
     assert {k: v for k, v in metas[0].items() if k != "shards"} == {k: v for k, v in metas[1].items() if k != "shards"}
     assert [s["tokens"] for s in metas[0]["shards"].values()] == [s["tokens"] for s in metas[1]["shards"].values()]
@@ -447,7 +450,8 @@ def test_prepare_killed_at_every_step(tmp_path, source):
     wrapper.write_text(KILLED_AT)
     while not (out / "meta.json").exists() or (out / "progress.json").exists():
         k, when = [(2, "after"), (3, "before"), (4, "before"), (5, "after"), (6, "before"), (7, "after")][runs % 6]
-        p = run(wrapper, k, when, f"--dataset={files}", f"--out_dir={out}", "--num_proc=1", *flags, env={"PYTHONPATH": ROOT})
+        p = run(wrapper, k, when, f"--dataset={files}", f"--out_dir={out}", "--num_proc=1", *flags,
+                env={"PYTHONPATH": ROOT})
         assert p.returncode in (0, -9) and "Traceback" not in p.stderr, p.stderr
         runs += 1
         assert runs < 20
@@ -456,8 +460,8 @@ def test_prepare_killed_at_every_step(tmp_path, source):
     assert files_of(out) == files_of(tmp_path / "whole")
 
 def start(*args):
-    return subprocess.Popen([sys.executable, "prepare.py", *map(str, args)], cwd=ROOT, start_new_session=True, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "prepare.py", *map(str, args)], cwd=ROOT, start_new_session=True,
+                            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 def children(pid):
     return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -484,14 +488,16 @@ def test_prepare_killed_at_any_time(tmp_path):
         p.communicate()
         wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers)) # none is left behind
         assert not (out / "meta.json").exists() or goal > 15
-    refused(run("prepare.py", f"--out_dir={out}", *flags[:2], "--shard_tokens=60000"), "shard_tokens", "50000", "60000")
+    p = run("prepare.py", f"--out_dir={out}", *flags[:2], "--shard_tokens=60000")
+    refused(p, "shard_tokens", "50000", "60000")
     p = run("prepare.py", *flags, f"--out_dir={out}")
     assert p.returncode == 0 and "going on after" in p.stdout
     assert files_of(out) == files_of(whole)
 
 def test_prepare_interrupted_and_a_worker_killed(tmp_path):
     jsonl(tmp_path / "a.jsonl", texts(3000) * 4)
-    flags = f"--dataset={tmp_path / 'a.jsonl'}", "--num_proc=2", "--shard_tokens=50000", f"--out_dir={tmp_path / 'out'}"
+    flags = (f"--dataset={tmp_path / 'a.jsonl'}", f"--out_dir={tmp_path / 'out'}", "--num_proc=2",
+             "--shard_tokens=50000")
     for worker_killed in (False, True):
         p = start(*flags)
         wait_for(lambda: len(list((tmp_path / "out").glob("*.bin"))) >= 5 + 5 * worker_killed)
@@ -502,12 +508,14 @@ def test_prepare_interrupted_and_a_worker_killed(tmp_path):
         else:
             os.killpg(p.pid, signal.SIGINT) # as a terminal does: to the workers too
         stdout, stderr = p.communicate(timeout=20)
-        refused(subprocess.CompletedProcess([], p.returncode, stdout, stderr), "worker" if worker_killed else "interrupted")
+        p = subprocess.CompletedProcess([], p.returncode, stdout, stderr)
+        refused(p, "worker process was killed" if worker_killed else "interrupted")
         wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in workers))
 
 def test_prepare_on_a_full_disk(tmp_path):
     jsonl(tmp_path / "a.jsonl", texts(400))
-    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); import prepare; prepare.main()"
+    limited = ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); "
+               "import prepare; prepare.main()")
     p = run("-c", limited, f"--dataset={tmp_path / 'a.jsonl'}", f"--out_dir={tmp_path / 'out'}", "--num_proc=1")
     refused(p, "File too large", "out")
 
@@ -537,7 +545,8 @@ def load_dataset(name, config, streaming, revision):
 
 if __name__ == "__main__":
     import datasets # not in the workers
-    splits, failures, calls = json.loads(os.environ["SPLITS"]), list(map(tuple, json.loads(os.environ["FAILURES"]))), []
+    splits, failures = json.loads(os.environ["SPLITS"]), list(map(tuple, json.loads(os.environ["FAILURES"])))
+    calls = []
     prepare.time.sleep = lambda seconds: print("slept", seconds)
     datasets.load_dataset = load_dataset
     prepare.main()
@@ -549,8 +558,8 @@ def test_prepare_streams_from_the_hub(tmp_path):
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(HUB)
     def hub(name, *flags, failures=()):
-        env = {"PYTHONPATH": ROOT, "SPLITS": json.dumps(splits), "FAILURES": json.dumps(failures), "HF_HUB_OFFLINE": "1",
-               "USE_TORCH": "0"} # for datasets: quicker to import
+        env = {"PYTHONPATH": ROOT, "SPLITS": json.dumps(splits), "FAILURES": json.dumps(failures),
+               "HF_HUB_OFFLINE": "1", "USE_TORCH": "0"} # without torch datasets is quicker to import
         return run(wrapper, "--dataset=someone/corpus", "--name=en", "--revision=abc", "--num_proc=1",
                    "--shard_tokens=200000", f"--out_dir={tmp_path / name}", *flags, env=env)
     def made(name, *flags, **kwargs):
