@@ -835,7 +835,7 @@ def test_nan_on_one_rank_drops_the_step(shards, whole, faulty, tmp_path):
     assert all(state["step"] == 19 for state in end["optimizer"]["state"].values())
 
 def test_ten_dropped_steps_stop_the_run(shards, faulty, tmp_path):
-    refused(start(shards, tmp_path / "out", prefix=(faulty, "nans", 0, 3)), "10 steps in a row before step 13", "learning_rate")
+    refused(start(shards, tmp_path / "out", prefix=(faulty, "nans", 0, 3)), "10 steps in a row by step 12", "learning_rate")
     assert list(log_of(tmp_path / "out"))[-1] == 11
 
 @pytest.mark.parametrize("flags, word", [((), "lower batch_size"), (("--batch_size=1",), "checkpoint_blocks=True"),
