@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-LOG2E = 1.4426950408889634 # kernels use exp2 only: log gates are multiplied by log2(e) where they are first summed
+LOG2E = tl.constexpr(1.4426950408889634) # kernels use exp2 only: log gates are multiplied by log2(e) where they are first summed
 BT = 64 # tokens a chunk
 SIZES = (16, 32, 64, 128, 256) # widths of K and V that the kernels are built for
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -62,3 +62,500 @@ def tiles(x, rows, cols):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the gated delta rule
+#
+# S_t = e^{g_t} S_{t-1} + beta_t k_t u_t^T,  u_t = v_t - e^{g_t} S_{t-1}^T k_t,  o_t = s S_t^T q_t             (1)
+# S is (K, V); g <= 0 and beta are one number per token and head, s the scale, k of unit norm.
+#
+# Split T into chunks of BT. Inside one, G_i = g_1 + ... + g_i, D_ij = e^{G_i - G_j} for j <= i and 0 above the
+# diagonal, e_i = e^{G_i}, r_i = e^{G_last - G_i}, d = e^{G_last}; S is the state on entry, U holds the rows beta_i u_i. Then
+#   A  = D * (I + strict_lower(beta_i k_i k_j))^{-1} * beta_j      gates outside the inverse: (D * M)^-1 = D * M^-1   (2)
+#   U  = A (v - e * (k S))                                                                                     (3)
+#   o  = s e * (q S) + P U,        P = s D * (q k^T)                                                           (4)
+#   S' = d S + k^T (r * U)                                                                                     (5)
+# and backward, with dS' the gradient of the state that leaves the chunk,
+#   dU = P^T do + r * (k dS'),     dv = A^T dU                                                                 (6)
+#   dS = d dS' + q^T (s e * do) - k^T (e * dv)                                                                 (7)
+#   dP = s D * (do U^T),   Z = dv U^T,   dkk = -strict_lower(D * Z),   dbeta_i = Z_ii / beta_i^2               (8)
+#   dq = s e * (do S^T) + dP k                                                                                 (9)
+#   dk = -e * (dv S^T) + r * (U dS'^T) + dP^T q + (dkk + dkk^T) k                                             (10)
+#   a_i = q_i (s e * do S^T)_i - k_i (e * dv S^T)_i + row_i(X) - column_i(X),   X = dP * (q k^T) + dkk * (k k^T)
+#   b_j = k_j (r * U dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>                     (11)
+# Since (I + M) U = beta (v - e * (k S)), backward needs neither v nor the inverse's own gradient. dg is summed inside the
+# chunk only: a sum over the whole sequence costs ten times the error. beta is taken as max(beta, 1e-6): the function changes
+# by less than that, U keeps its relative accuracy, and dbeta is right at 0. No exponent is positive, so nothing overflows.
+# The segment mask lives in D (0 between segments), e (0 outside the incoming state's segment), r (0 outside the
+# segment of the chunk's last token) and so in d, which is e of the last row; everything else follows.
+#
+#   symbol   tensor, all contiguous               dtype     made by           kept for backward
+#   A        A (B, H, NT, BT, BT)                 q's       gdn_solve         yes
+#   G, e, r  gates (3, B, H, NT, BT), G in log2   fp32      gdn_solve         yes
+#   U^T      U (B, H, NT, V, BT)                  q's       gdn_fwd           yes
+#   S^T      h (B, H, NT, V, K), entering state   q's       gdn_fwd           yes
+#   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
+#   P, dP    registers
+# The sweeps hold the state transposed, (BV, K): it is the first operand of every product, straight from the accumulator.
+# Per token and head, bf16: forward 4 K + 4 V + 128 bytes read and written, + 2 V + 2 K V / BT where U and h are stored.
+
+
+@triton.jit
+def chunk_decay(G2, seg, i_b, T, t, BT: tl.constexpr):
+    """D of one chunk, (BT, BT). G2 points at the chunk's gates, seg (or None) at (B, T) ids; t is the chunk's first token."""
+    o_i = tl.arange(0, BT)
+    b_G2 = tl.load(G2 + o_i)
+    m = o_i[:, None] >= o_i[None, :]
+    if seg is not None:
+        b_seg = tl.load(seg + i_b.to(tl.int64) * T + tl.minimum(t + o_i, T - 1))
+        m &= b_seg[:, None] == b_seg[None, :]
+    return tl.where(m, tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0)), 0.0)
+
+# launch settings
+SOLVE = dict(num_warps=4, PREC_K="tf32")
+
+# forward
+
+@triton.jit
+def gdn_key_products(k, beta, T, t, HI: tl.constexpr, LO: tl.constexpr, STEP: tl.constexpr, NB: tl.constexpr,
+                     BS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, PREC: tl.constexpr):
+    """beta_i k_i k_j, (NB, BS, BS): block n has rows t + n STEP + HI + [0, BS) and columns t + n STEP + LO + [0, BS)."""
+    o_i = t + tl.arange(0, NB)[:, None] * STEP + HI + tl.arange(0, BS)[None, :]
+    o_j = o_i + (LO - HI)
+    o_k = tl.arange(0, K)[None, None, :]
+    b_ki = tl.load(k + o_i[:, :, None] * (H * K) + o_k, mask=(o_i < T)[:, :, None], other=0.0)
+    b_kj = tl.load(k + o_j[:, :, None] * (H * K) + o_k, mask=(o_j < T)[:, :, None], other=0.0)
+    b_beta = tl.load(beta + o_i * H, mask=o_i < T, other=0.0).to(tl.float32)
+    # NB x (BS, K) x (K, BS)
+    return tl.maximum(b_beta, 1e-6)[:, :, None] * tl.dot(b_ki, tl.permute(b_kj, (0, 2, 1)), input_precision=PREC)
+
+@triton.jit
+def gdn_merge(X, M, NB: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
+    """From inverses X (2 NB, BS, BS) and the blocks M (NB, BS, BS) below each pair: (NB, 2 BS, 2 BS) inverses."""
+    X = tl.permute(tl.reshape(X, (NB, 2, BS, BS)), (0, 2, 3, 1))
+    b_hi, b_lo = tl.split(X)
+    # [[hi, 0], [-lo M hi, lo]]: NB x (BS, BS) x (BS, BS), twice
+    b_y = tl.dot(tl.dot(b_lo, M, input_precision=PREC), b_hi, input_precision=PREC)
+    X = tl.join(tl.join(b_hi, -b_y), tl.join(tl.zeros_like(b_y), b_lo)) # (NB, BS, BS, half of rows, half of columns)
+    return tl.reshape(tl.permute(X, (0, 3, 1, 4, 2)), (NB, 2 * BS, 2 * BS))
+
+@triton.jit
+def gdn_solve_kernel(k, g, beta, seg, A, G2, e, r, T, NT, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+                     PREC: tl.constexpr, PREC_K: tl.constexpr):
+    """Eq. (2): A, and the gates of the sweeps. Grid (B * NT * H)."""
+    i = tl.program_id(0).to(tl.int64)
+    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
+    n = (i_b * H + i_h) * NT + i_t
+    t = i_t * BT
+    g += i_b * T * H + i_h
+    beta += i_b * T * H + i_h
+    k += (i_b * T * H + i_h) * K
+    o_i = tl.arange(0, BT)
+    m_t = t + o_i < T
+
+    b_G2 = tl.cumsum(tl.load(g + (t + o_i) * H, mask=m_t, other=0.0) * LOG2E, 0)
+    b_e = tl.exp2(b_G2)
+    b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_G2)
+    if seg is not None:
+        seg += i_b * T
+        b_seg = tl.load(seg + tl.minimum(t + o_i, T - 1))
+        b_e = tl.where(b_seg == tl.load(seg + tl.maximum(t - 1, 0)), b_e, 0.0)
+        b_r = tl.where(b_seg == tl.load(seg + tl.minimum(t + BT - 1, T - 1)), b_r, 0.0)
+    tl.store(G2 + n * BT + o_i, b_G2)
+    tl.store(e + n * BT + o_i, b_e)
+    tl.store(r + n * BT + o_i, b_r)
+
+    # the inverse of I + M by recursive doubling: blocks of 2, 4, 8, 16 inside the four 16 x 16 blocks of the diagonal,
+    # then pairs of blocks; every step is a block substitution. A Neumann series would lose all digits for like keys
+    o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    b_M = gdn_key_products(k, beta, T, t, 0, 0, 16, 4, 16, H, K, PREC_K)
+    b_M = tl.where(o_r > o_c, b_M, 0.0)
+    X = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
+    for p in tl.static_range(1, 4):
+        b_L = tl.where((o_r >> (p + 1) == o_c >> (p + 1)) & (o_r >> p != o_c >> p), b_M, 0.0)
+        # 4 x (16, 16) x (16, 16), twice
+        X -= tl.dot(tl.dot(X, b_L, input_precision=PREC), X, input_precision=PREC)
+    X = gdn_merge(X, gdn_key_products(k, beta, T, t, 16, 0, 32, 2, 16, H, K, PREC_K), 2, 16, PREC)
+    X = gdn_merge(X, gdn_key_products(k, beta, T, t, 32, 0, 64, 1, 32, H, K, PREC_K), 1, 32, PREC)
+
+    b_D = tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0))
+    m = o_i[:, None] >= o_i[None, :]
+    if seg is not None:
+        m &= b_seg[:, None] == b_seg[None, :]
+    b_beta = tl.maximum(tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32), 1e-6)
+    b_A = tl.where(m, tl.reshape(X, (BT, BT)) * b_D * b_beta[None, :], 0.0)
+    tl.store(A + n * (BT * BT) + o_i[:, None] * BT + o_i[None, :], b_A.to(A.dtype.element_ty))
+
+@triton.jit
+def gdn_fwd_kernel(q, k, v, A, G2, e, r, seg, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+                   V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr,
+                   PHI: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
+    """Eqs. (3-5), forward over one of NS segments from S0 to S1 (B, H, NS, V, K); o if OUT, U and h if SAVE.
+    PHI: the state starts as the identity and v is 0, so S1 is the segment's transition. Grid (B * H * NS * V / BV)."""
+    i = tl.program_id(0)
+    i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
+    i_b, i_h = i_bh // H, i_bh % H
+    row = i_bh.to(tl.int64) * NS + i_s
+    o_i, o_k, o_v = tl.arange(0, BT), tl.arange(0, K)[None, :], i_v + tl.arange(0, BV)[:, None]
+    state = (row * V + o_v) * K + o_k
+    if PHI:
+        b_S = tl.where(o_v == o_k, 1.0, 0.0)
+    elif S0 is None:
+        b_S = tl.zeros([BV, K], dtype=tl.float32)
+    else:
+        b_S = tl.load(S0 + state)
+
+    LS = tl.cdiv(NT, NS) # chunks a segment
+    for i_t in tl.range(i_s * LS, tl.minimum(i_s * LS + LS, NT), num_stages=STAGES):
+        n, t = i_bh * NT + i_t, i_t * BT
+        g = n.to(tl.int64) * BT
+        b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+        b_A = A.load([n, 0, 0]).reshape(BT, BT)
+        b_e = tl.load(e + g + o_i)
+        b_h = b_S.to(b_k.dtype)
+        # U^T = (v - e * (k S))^T A^T: (BV, K) x (K, BT), then (BV, BT) x (BT, BT)
+        b_ks = tl.dot(b_h, tl.trans(b_k), input_precision=PREC)
+        b_U = tl.dot((b_ks * -b_e[None, :]).to(b_k.dtype), tl.trans(b_A), input_precision=PREC)
+        if not PHI:
+            b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+            b_U = tl.dot(tl.trans(b_v), tl.trans(b_A), b_U, input_precision=PREC)
+        if SAVE:
+            h.store([n, i_v, 0], b_h.reshape(1, BV, K))
+            U.store([n, i_v, 0], b_U.to(b_k.dtype).reshape(1, BV, BT))
+        if OUT:
+            # P = s D * (q k^T): (BT, K) x (K, BT)
+            b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+            b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+            b_P *= chunk_decay(G2 + g, seg, i_b, T, t, BT) * scale
+            # o^T = s e * (q S)^T + U^T P^T: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
+            b_o = tl.dot(b_h, tl.trans(b_q), input_precision=PREC) * (b_e * scale)[None, :]
+            b_o = tl.dot(b_U.to(b_k.dtype), tl.trans(b_P.to(b_k.dtype)), b_o, input_precision=PREC)
+            o.store([i_b, t, i_h * V + i_v], tl.trans(b_o).to(b_k.dtype).reshape(1, BT, BV))
+        # S'^T = d S^T + (r * U)^T k: (BV, BT) x (BT, K)
+        b_S *= tl.load(e + g + BT - 1)
+        b_S = tl.dot((b_U * tl.load(r + g + o_i)[None, :]).to(b_k.dtype), b_k, b_S, input_precision=PREC)
+    tl.store(S1 + state, b_S)
+
+@triton.jit
+def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+                    BACK: tl.constexpr):
+    """The state X (B, H, NS, V, K) that enters each segment, X^T_{s+1} = X^T_s phi^T_s + S^T_s from S0; with BACK the gradient
+    of the state that leaves each, from the last to the first, X^T_{s-1} = X^T_s phi_s + S^T_s. Grid (B * H * V / BV)."""
+    i_v, i_bh = tl.program_id(0) % (V // BV) * BV, tl.program_id(0).to(tl.int64) // (V // BV)
+    o_v, o_k = i_v + tl.arange(0, BV)[:, None], tl.arange(0, K)
+    x = (i_bh * NS + (NS - 1 if BACK else 0)) * V * K + o_v * K
+    if S0 is None:
+        tl.store(X + x + o_k[None, :], tl.zeros([BV, K], dtype=tl.float32))
+    else:
+        tl.store(X + x + o_k[None, :], tl.load(S0 + (i_bh * V + o_v) * K + o_k[None, :]))
+    for i_s in range(NS - 1):
+        s = i_bh * NS + (NS - 1 - i_s if BACK else i_s)
+        tl.debug_barrier() # the row was stored by other threads
+        b_x = tl.load(X + s * V * K + o_v * K + o_k[None, :])
+        for i_k in range(0, K, BK):
+            o_n = i_k + tl.arange(0, BK)
+            at = s * V * K + o_v * K + o_n[None, :]
+            b_phi = tl.load(phi + s * K * K + (o_n[None, :] * K + o_k[:, None] if BACK else o_k[:, None] * K + o_n[None, :]))
+            # (BV, K) x (K, BK), fp32: the composition adds no error of its own
+            b_y = tl.dot(b_x, b_phi, tl.load(S + at), input_precision="tf32x3")
+            tl.store(X + at + (-V * K if BACK else V * K), b_y)
+
+# backward
+
+@triton.jit
+def gdn_bwd_state_kernel(q, k, do, A, G2, e, r, seg, dS1, dv, dh, dS0, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+                         V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr,
+                         STAGES: tl.constexpr, PREC: tl.constexpr):
+    """Eqs. (6, 7), backward over one of NS segments from dS1 to dS0 (B, H, NS, V, K); dv and dh if OUT.
+    Grid (B * H * NS * V / BV)."""
+    i = tl.program_id(0)
+    i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
+    i_b, i_h = i_bh // H, i_bh % H
+    row = i_bh.to(tl.int64) * NS + i_s
+    o_i = tl.arange(0, BT)
+    state = (row * V + i_v + tl.arange(0, BV)[:, None]) * K + tl.arange(0, K)[None, :]
+    if dS1 is None:
+        b_dS = tl.zeros([BV, K], dtype=tl.float32)
+    else:
+        b_dS = tl.load(dS1 + state)
+
+    LS = tl.cdiv(NT, NS) # chunks a segment
+    first, last = i_s * LS, tl.minimum(i_s * LS + LS, NT)
+    for i_r in tl.range(0, last - first, num_stages=STAGES):
+        i_t = last - 1 - i_r
+        n, t = i_bh * NT + i_t, i_t * BT
+        g = n.to(tl.int64) * BT
+        b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+        b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+        b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_A = A.load([n, 0, 0]).reshape(BT, BT)
+        b_e = tl.load(e + g + o_i)
+        b_dh = b_dS.to(b_k.dtype)
+        # P = s D * (q k^T): (BT, K) x (K, BT)
+        b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+        b_P *= chunk_decay(G2 + g, seg, i_b, T, t, BT) * scale
+        # dU^T = r * (k dS')^T + do^T P: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
+        b_dU = tl.dot(b_dh, tl.trans(b_k), input_precision=PREC) * tl.load(r + g + o_i)[None, :]
+        b_dU = tl.dot(tl.trans(b_do), b_P.to(b_k.dtype), b_dU, input_precision=PREC)
+        # dv^T = dU^T A: (BV, BT) x (BT, BT)
+        b_dv = tl.dot(b_dU.to(b_k.dtype), b_A, input_precision=PREC)
+        if OUT:
+            dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
+            dv.store([i_b, t, i_h * V + i_v], tl.trans(b_dv).to(b_k.dtype).reshape(1, BT, BV))
+        # dS^T = d dS'^T + (s e * do)^T q - (e * dv)^T k: (BV, BT) x (BT, K), twice
+        b_dS *= tl.load(e + g + BT - 1)
+        b_dS = tl.dot((tl.trans(b_do) * (b_e * scale)[None, :]).to(b_k.dtype), b_q, b_dS, input_precision=PREC)
+        b_dS = tl.dot((b_dv * -b_e[None, :]).to(b_k.dtype), b_k, b_dS, input_precision=PREC)
+    tl.store(dS0 + state, b_dS)
+
+@triton.jit
+def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, seg, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
+                        K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+                        STAGES: tl.constexpr, PREC: tl.constexpr):
+    """Eqs. (8-11) of one chunk: first dq, with dP, then dk^T, (K, BT), and the gates. Grid (B * NT * H)."""
+    i = tl.program_id(0)
+    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
+    n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
+    g = n.to(tl.int64) * BT
+    o_i = tl.arange(0, BT)
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_D = chunk_decay(G2 + g, seg, i_b, T, t, BT)
+
+    # do S^T: (BT, BV) x (BV, K);  do U^T: (BT, BV) x (BV, BT)
+    b_dq = tl.zeros([BT, K], dtype=tl.float32)
+    b_dP = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_dq = tl.dot(b_do, h.load([n, i_v, 0]).reshape(BV, K), b_dq, input_precision=PREC)
+        b_dP = tl.dot(b_do, U.load([n, i_v, 0]).reshape(BV, BT), b_dP, input_precision=PREC)
+    b_dP *= b_D * scale
+    b_dq *= (tl.load(e + g + o_i) * scale)[:, None]
+    b_a = tl.sum(b_q * b_dq, 1)
+    # q k^T: (BT, K) x (K, BT). The diagonal of X adds to a row what it takes from the same column: left out, its rounding
+    # would swamp dg where the gates are strong
+    b_X = tl.where(o_i[:, None] > o_i[None, :], b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
+    b_a += tl.sum(b_X, 1) - tl.sum(b_X, 0)
+    b_dP = b_dP.to(b_k.dtype)
+    # dP k: (BT, BT) x (BT, K)
+    b_dq = tl.dot(b_dP, b_k, b_dq, input_precision=PREC)
+    dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
+
+    # S dv^T and dS' U^T: (K, BV) x (BV, BT);  dv U^T: (BT, BV) x (BV, BT)
+    b_dk = tl.zeros([K, BT], dtype=tl.float32)
+    b_ks = tl.zeros([K, BT], dtype=tl.float32)
+    b_Z = tl.zeros([BT, BT], dtype=tl.float32)
+    b_hh = tl.zeros([BV], dtype=tl.float32)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_U = U.load([n, i_v, 0]).reshape(BV, BT)
+        b_h = h.load([n, i_v, 0]).reshape(BV, K)
+        b_dh = dh.load([n, i_v, 0]).reshape(BV, K)
+        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+        b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
+        b_ks = tl.dot(tl.trans(b_dh), b_U, b_ks, input_precision=PREC)
+        b_Z = tl.dot(b_dv, b_U, b_Z, input_precision=PREC)
+    b_kT = tl.trans(b_k)
+    b_dk *= -tl.load(e + g + o_i)[None, :]
+    b_ks *= tl.load(r + g + o_i)[None, :]
+    b_a += tl.sum(b_kT * b_dk, 0)
+    b_b = tl.sum(b_kT * b_ks, 0)
+    b_dk += b_ks
+    m_t = t + o_i < T
+    row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
+    b_beta = tl.maximum(tl.load(beta + row, mask=m_t, other=0.0).to(tl.float32), 1e-6)
+    b_dbeta = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_Z, 0.0), 1) / (b_beta * b_beta)
+    tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
+    b_Z = tl.where(o_i[:, None] > o_i[None, :], -b_Z * b_D, 0.0)
+    # k k^T: (BT, K) x (K, BT)
+    b_X = b_Z * tl.dot(b_k, b_kT, input_precision=PREC)
+    b_a += tl.sum(b_X, 1) - tl.sum(b_X, 0)
+    b_Z = b_Z.to(b_k.dtype)
+    # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
+    b_dk = tl.dot(tl.trans(b_q), b_dP, b_dk, input_precision=PREC)
+    b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
+    b_dk = tl.dot(b_kT, tl.trans(b_Z), b_dk, input_precision=PREC)
+    dk.store([i_b, t, i_h * K], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, K))
+    # dg_t: a from t on, b before t. The sum over all tokens less what follows would cancel
+    b_dg = tl.sum(tl.where(o_i[None, :] >= o_i[:, None], b_a[None, :], b_b[None, :]), 1)
+    b_dg += tl.load(e + g + BT - 1) * tl.sum(b_hh, 0)
+    tl.store(dg + row, b_dg, mask=m_t)
+
+# one token
+
+@triton.jit
+def gdn_step_kernel(q, k, v, g, beta, state, o, scale, s_b, s_h, s_k, s_v, H: tl.constexpr, K: tl.constexpr,
+                    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Eq. (1), the state in place, any strides. Grid (B * H * V / BV)."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i = tl.program_id(0)
+    i_v, i_bh = i % NV * BV, i.to(tl.int64) // NV
+    o_k, o_v = tl.arange(0, BK)[None, :], i_v + tl.arange(0, BV)[:, None]
+    m_k, m_v = o_k < K, o_v < V
+    state += i_bh // H * s_b + i_bh % H * s_h + o_v * s_v + o_k * s_k
+    b_S = tl.load(state, mask=m_v & m_k, other=0.0) # (BV, BK), S^T
+    b_k = tl.load(k + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_q = tl.load(q + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_v = tl.load(v + i_bh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_S *= tl.exp2(tl.load(g + i_bh) * LOG2E)
+    b_u = tl.load(beta + i_bh).to(tl.float32) * (b_v - tl.sum(b_S * b_k, 1)[:, None])
+    b_S += b_u * b_k
+    tl.store(state, b_S, mask=m_v & m_k)
+    tl.store(o + i_bh * V + o_v, (tl.sum(b_S * b_q, 1) * scale)[:, None].to(o.dtype.element_ty), mask=m_v)
+
+# launch
+
+def gdn_segments(programs, NT, device):
+    """Parts a sequence is cut into so that its `programs` sweeps fill the GPU. Each part is swept twice more, for its own state
+    and its transition, which pays from three parts on."""
+    sms = 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
+    NS = min(sms // programs, NT // 8)
+    return triton.cdiv(NT, triton.cdiv(NT, NS)) if NS >= 3 else 1
+
+def gdn_sweep_settings(dtype, K, V):
+    BV = min(V, 128 if dtype == torch.bfloat16 and K <= 128 else 32)
+    return dict(BV=BV, STAGES=3 if dtype == torch.bfloat16 and K <= 128 else 1, num_warps=8 if BV == 128 else 4)
+
+def gdn_grad_settings(dtype, K, V):
+    return dict(BV=min(V, 64 if dtype == torch.bfloat16 else 32), STAGES=2, num_warps=4)
+
+def precision(dtype):
+    """Of the products: exact to fp32 for fp32 tensors; bf16 operands have one way only."""
+    return "tf32" if dtype == torch.bfloat16 else "tf32x3"
+
+@torch.library.custom_op("kernels::gdn_fwd", mutates_args=())
+def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Optional[Tensor], seg: Optional[Tensor],
+            scale: float, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, the final state (B, H, V, K), and for backward A, gates, U, h and the transitions phi^T (B, H, NS, K, K)."""
+    o, S1, A, gates, U, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
+    B, T, H, K = q.shape
+    V, NT, NS, PREC = v.shape[-1], A.shape[2], phi.shape[2], precision(q.dtype)
+    rows = lambda x, n: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, x.shape[-1])
+
+    def sweep(S0, S1, V, OUT=False, PHI=False):
+        settings = gdn_sweep_settings(q.dtype, K, V)
+        BV = settings["BV"]
+        gdn_fwd_kernel[(B * H * NS * V // BV,)](
+            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), rows(A, BT), *gates, seg, S0, tiles(o, BT, BV),
+            rows(U, BV) if save else None, rows(h, BV) if save else None, S1, scale, T, NT, NS, H=H, K=K, V=V, BT=BT,
+            OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
+
+    with torch.cuda.device_of(q):
+        gdn_solve_kernel[(B * NT * H,)](k, g, beta, seg, A, *gates, T, NT, H=H, K=K, BT=BT, PREC=PREC, **SOLVE)
+        if NS == 1:
+            sweep(S0, S1, V, OUT=True)
+        else:
+            part, entry = (S1.new_empty(B, H, NS, V, K) for _ in range(2))
+            sweep(None, part, V)
+            sweep(None, phi, K, PHI=True)
+            gdn_fold(part, phi, S0, entry)
+            sweep(entry, part, V, OUT=True)
+            S1.copy_(part[:, :, -1])
+    return outputs
+
+@gdn_fwd.register_fake
+def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+    NS = gdn_segments(B * H * (V // gdn_sweep_settings(q.dtype, K, V)["BV"]), NT, q.device)
+    return (torch.empty_like(v), g.new_empty(B, H, V, K), q.new_empty(B, H, NT, BT, BT), g.new_empty(3, B, H, NT, BT),
+            q.new_empty(B, H, NT, V, BT) if save else q.new_empty(0), q.new_empty(B, H, NT, V, K) if save else q.new_empty(0),
+            g.new_empty(B, H, NS, K, K if NS > 1 else 0))
+
+def gdn_fold(part, phi, S0, X, BACK=False):
+    B, H, NS, V, K = part.shape
+    gdn_fold_kernel[(B * H * V // 16,)](part, phi, S0, X, NS, K=K, V=V, BV=16, BK=min(K, 64), BACK=BACK, num_warps=4)
+
+@torch.library.custom_op("kernels::gdn_bwd", mutates_args=())
+def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, beta: Tensor, seg: Optional[Tensor], A: Tensor,
+            gates: Tensor, U: Tensor, h: Tensor, phi: Tensor, scale: float) \
+            -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dg, dbeta and the initial state's gradient (B, H, V, K)."""
+    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, beta, seg, A, gates, U, h, phi, scale)
+    (B, T, H, K), V = q.shape, U.shape[3]
+    NT, NS, PREC = A.shape[2], phi.shape[2], precision(q.dtype)
+    do = torch.zeros_like(dv) if do is None else do.contiguous()
+    dS1 = None if dS1 is None else dS1.contiguous()
+    dh = torch.empty_like(h)
+    rows = lambda x, n: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, x.shape[-1])
+
+    def sweep(dS1, dS0, OUT=False):
+        settings = gdn_sweep_settings(q.dtype, K, V)
+        BV = settings["BV"]
+        gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
+            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), rows(A, BT), *gates, seg, dS1, tiles(dv, BT, BV), rows(dh, BV),
+            dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
+
+    with torch.cuda.device_of(q):
+        if NS == 1:
+            sweep(dS1, dS0, OUT=True)
+        else:
+            part, leaving = (dS0.new_empty(B, H, NS, V, K) for _ in range(2))
+            sweep(None, part)
+            gdn_fold(part, phi, dS1, leaving, BACK=True)
+            sweep(leaving, part, OUT=True)
+            dS0.copy_(part[:, :, 0])
+        settings = gdn_grad_settings(q.dtype, K, V)
+        BV = settings["BV"]
+        gdn_bwd_grad_kernel[(B * NT * H,)](
+            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), rows(U, BV), rows(h, BV), rows(dh, BV),
+            *gates, beta, seg, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT,
+            PREC=PREC, **settings)
+    return outputs
+
+@gdn_bwd.register_fake
+def gdn_bwd_outputs(do, dS1, q, k, beta, seg, A, gates, U, h, phi, scale):
+    (B, T, H, K), V = q.shape, U.shape[3]
+    return (torch.empty_like(q), torch.empty_like(k), q.new_empty(B, T, H, V), gates.new_empty(B, T, H), torch.empty_like(beta),
+            gates.new_empty(B, H, V, K))
+
+def gdn_setup(ctx, inputs, output):
+    q, k, v, g, beta, S0, seg, scale, save = inputs
+    ctx.set_materialize_grads(False) # else each extra output gets a gradient of zeros
+    ctx.save_for_backward(q, k, beta, seg, *output[2:])
+    ctx.scale, ctx.initial = scale, S0 is not None
+
+def gdn_gradients(ctx, do, dS1, *rest):
+    q, k, beta, seg, *saved = ctx.saved_tensors
+    dq, dk, dv, dg, dbeta, dS0 = gdn_bwd(do, dS1, q, k, beta, seg, *saved, ctx.scale)
+    return dq, dk, dv, dg, dbeta, dS0 if ctx.initial else None, None, None, None
+
+gdn_fwd.register_autograd(gdn_gradients, setup_context=gdn_setup)
+
+def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_ids=None):
+    """
+    Gated delta rule (Yang, Kautz, Hatamizadeh 2024), eq. (1), over a whole sequence.
+    q, k (B, T, H, K), unit norm, and v (B, T, H, V): bfloat16 or float32. g (B, T, H) float32, log decay <= 0. beta (B, T, H),
+    float32 or q's dtype. scale defaults to K**-0.5. initial_state (B, H, K, V) float32 belongs to the first token's segment;
+    segment_ids (B, T) int32, non-decreasing: the state is reset where the id changes.
+    Returns o like v, and the final state (B, H, K, V), float32; both are differentiable.
+    """
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    check(q, k, v, [("g", g, (B, T, H), (torch.float32,)), ("beta", beta, (B, T, H), (torch.float32, q.dtype))],
+          initial_state, segment_ids)
+    S0 = initial_state
+    if S0 is not None:
+        S0 = widen(widen(S0).transpose(-1, -2)) # (B, H, V, K), K-contiguous
+    if segment_ids is not None:
+        segment_ids = segment_ids.contiguous()
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, S0))
+    o, S1, *_ = gdn_fwd(widen(q), widen(k), widen(v), g.contiguous(), beta.contiguous(), S0, segment_ids,
+                        float(K**-0.5 if scale is None else scale), save)
+    return o[..., :V], S1.transpose(-1, -2)[..., :K, :V]
+
+@torch.library.custom_op("kernels::gdn_step", mutates_args={"state"})
+def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
+    (B, H, K), V = q.shape, v.shape[-1]
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    o, BV = torch.empty_like(v), 16
+    with torch.cuda.device_of(q):
+        gdn_step_kernel[(B * H * triton.cdiv(V, BV),)](q, k, v, g, beta, state, o, scale, *state.stride(), H=H, K=K, V=V,
+                                                       BK=triton.next_power_of_2(K), BV=BV, num_warps=4)
+    return o
+
+@gdn_step.register_fake
+def _(q, k, v, g, beta, state, scale):
+    return v.new_empty(v.shape)
+
+def gated_delta_rule_step(q, k, v, g, beta, state, scale=None):
+    """One token of `gated_delta_rule`: q, k (B, H, K), v (B, H, V), g, beta (B, H); state (B, H, K, V) float32 is updated in
+    place, whatever its strides. Returns o like v. No gradient."""
+    check(q, k, v, [("g", g, q.shape[:2], (torch.float32,)), ("beta", beta, q.shape[:2], (torch.float32, q.dtype))], state)
+    return gdn_step(q, k, v, g, beta, state, float(q.shape[-1]**-0.5 if scale is None else scale))
