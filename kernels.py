@@ -89,7 +89,7 @@ def tiles(x, rows, cols):
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
 #   A        A (B, H, NT, BT, BT)                 q's       gdn_solve         yes
 #   G, e, r  gates (3, B, H, NT, BT), G in log2   fp32      gdn_solve         yes
-#   U^T      U (B, H, NT, V, BT)                  q's       gdn_fwd           yes
+#   U        U (B, H, NT, BT, V)                  q's       gdn_fwd           yes
 #   S^T      h (B, H, NT, V, K), entering state   q's       gdn_fwd           yes
 #   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
 #   P, dP    registers
@@ -218,7 +218,7 @@ def gdn_fwd_kernel(q, k, v, A, G2, e, r, seg, S0, o, U, h, S1, scale, T, NT, NS,
             b_U = tl.dot(tl.trans(b_v), tl.trans(b_A), b_U, input_precision=PREC)
         if SAVE:
             h.store([n, i_v, 0], b_h.reshape(1, BV, K))
-            U.store([n, i_v, 0], b_U.to(b_k.dtype).reshape(1, BV, BT))
+            U.store([n, 0, i_v], tl.trans(b_U).to(b_k.dtype).reshape(1, BT, BV))
         if OUT:
             # P = s D * (q k^T): (BT, K) x (K, BT)
             b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
@@ -315,61 +315,61 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, seg, dq, dk, dg,
     n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
     g = n.to(tl.int64) * BT
     o_i = tl.arange(0, BT)
-    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
-    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
-    b_D = chunk_decay(G2 + g, seg, i_b, T, t, BT)
+    m_d, m_l = o_i[:, None] == o_i[None, :], o_i[:, None] > o_i[None, :]
 
-    # do S^T: (BT, BV) x (BV, K);  do U^T: (BT, BV) x (BV, BT)
     b_dq = tl.zeros([BT, K], dtype=tl.float32)
     b_dP = tl.zeros([BT, BT], dtype=tl.float32)
+    b_Z = tl.zeros([BT, BT], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_U = U.load([n, 0, i_v]).reshape(BT, BV)
+        # do S^T: (BT, BV) x (BV, K);  do U^T, dv U^T: (BT, BV) x (BV, BT)
         b_dq = tl.dot(b_do, h.load([n, i_v, 0]).reshape(BV, K), b_dq, input_precision=PREC)
-        b_dP = tl.dot(b_do, U.load([n, i_v, 0]).reshape(BV, BT), b_dP, input_precision=PREC)
+        b_dP = tl.dot(b_do, tl.trans(b_U), b_dP, input_precision=PREC)
+        b_Z = tl.dot(b_dv, tl.trans(b_U), b_Z, input_precision=PREC)
+
+    m_t = t + o_i < T
+    row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
+    b_beta = tl.maximum(tl.load(beta + row, mask=m_t, other=0.0).to(tl.float32), 1e-6)
+    b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
+    tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
+    b_D = chunk_decay(G2 + g, seg, i_b, T, t, BT)
     b_dP *= b_D * scale
+    b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+    # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of X adds to a row what it takes from the same column: left out, its
+    # rounding would swamp dg where the gates are strong
+    b_X = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
+    b_X += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
+    b_a = tl.sum(b_X, 1) - tl.sum(b_X, 0)
     b_dq *= (tl.load(e + g + o_i) * scale)[:, None]
-    b_a = tl.sum(b_q * b_dq, 1)
-    # q k^T: (BT, K) x (K, BT). The diagonal of X adds to a row what it takes from the same column: left out, its rounding
-    # would swamp dg where the gates are strong
-    b_X = tl.where(o_i[:, None] > o_i[None, :], b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
-    b_a += tl.sum(b_X, 1) - tl.sum(b_X, 0)
-    b_dP = b_dP.to(b_k.dtype)
+    b_a += tl.sum(b_q * b_dq, 1)
+    b_dP, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
     # dP k: (BT, BT) x (BT, K)
     b_dq = tl.dot(b_dP, b_k, b_dq, input_precision=PREC)
     dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
 
-    # S dv^T and dS' U^T: (K, BV) x (BV, BT);  dv U^T: (BT, BV) x (BV, BT)
     b_dk = tl.zeros([K, BT], dtype=tl.float32)
     b_ks = tl.zeros([K, BT], dtype=tl.float32)
-    b_Z = tl.zeros([BT, BT], dtype=tl.float32)
     b_hh = tl.zeros([BV], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-        b_U = U.load([n, i_v, 0]).reshape(BV, BT)
+        b_U = U.load([n, 0, i_v]).reshape(BT, BV)
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
         b_dh = dh.load([n, i_v, 0]).reshape(BV, K)
-        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+        # S dv^T and dS' U^T: (K, BV) x (BV, BT)
         b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
-        b_ks = tl.dot(tl.trans(b_dh), b_U, b_ks, input_precision=PREC)
-        b_Z = tl.dot(b_dv, b_U, b_Z, input_precision=PREC)
+        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_U), b_ks, input_precision=PREC)
+        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
     b_kT = tl.trans(b_k)
     b_dk *= -tl.load(e + g + o_i)[None, :]
     b_ks *= tl.load(r + g + o_i)[None, :]
     b_a += tl.sum(b_kT * b_dk, 0)
     b_b = tl.sum(b_kT * b_ks, 0)
-    b_dk += b_ks
-    m_t = t + o_i < T
-    row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
-    b_beta = tl.maximum(tl.load(beta + row, mask=m_t, other=0.0).to(tl.float32), 1e-6)
-    b_dbeta = tl.sum(tl.where(o_i[:, None] == o_i[None, :], b_Z, 0.0), 1) / (b_beta * b_beta)
-    tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
-    b_Z = tl.where(o_i[:, None] > o_i[None, :], -b_Z * b_D, 0.0)
-    # k k^T: (BT, K) x (K, BT)
-    b_X = b_Z * tl.dot(b_k, b_kT, input_precision=PREC)
-    b_a += tl.sum(b_X, 1) - tl.sum(b_X, 0)
-    b_Z = b_Z.to(b_k.dtype)
     # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
-    b_dk = tl.dot(tl.trans(b_q), b_dP, b_dk, input_precision=PREC)
+    b_dk = tl.dot(tl.trans(b_q), b_dP, b_dk + b_ks, input_precision=PREC)
     b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
     b_dk = tl.dot(b_kT, tl.trans(b_Z), b_dk, input_precision=PREC)
     dk.store([i_b, t, i_h * K], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, K))
@@ -427,14 +427,14 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
     o, S1, A, gates, U, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
     B, T, H, K = q.shape
     V, NT, NS, PREC = v.shape[-1], A.shape[2], phi.shape[2], precision(q.dtype)
-    rows = lambda x, n: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, x.shape[-1])
+    chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
 
     def sweep(S0, S1, V, OUT=False, PHI=False):
         settings = gdn_sweep_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), rows(A, BT), *gates, seg, S0, tiles(o, BT, BV),
-            rows(U, BV) if save else None, rows(h, BV) if save else None, S1, scale, T, NT, NS, H=H, K=K, V=V, BT=BT,
+            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), chunks(A, BT, BT), *gates, seg, S0, tiles(o, BT, BV),
+            chunks(U, BT, BV) if save else None, chunks(h, BV, K) if save else None, S1, scale, T, NT, NS, H=H, K=K, V=V, BT=BT,
             OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
@@ -455,7 +455,7 @@ def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     NS = gdn_segments(B * H * (V // gdn_sweep_settings(q.dtype, K, V)["BV"]), NT, q.device)
     return (torch.empty_like(v), g.new_empty(B, H, V, K), q.new_empty(B, H, NT, BT, BT), g.new_empty(3, B, H, NT, BT),
-            q.new_empty(B, H, NT, V, BT) if save else q.new_empty(0), q.new_empty(B, H, NT, V, K) if save else q.new_empty(0),
+            q.new_empty(B, H, NT, BT, V) if save else q.new_empty(0), q.new_empty(B, H, NT, V, K) if save else q.new_empty(0),
             g.new_empty(B, H, NS, K, K if NS > 1 else 0))
 
 def gdn_fold(part, phi, S0, X, BACK=False):
@@ -468,18 +468,18 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
             -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dbeta and the initial state's gradient (B, H, V, K)."""
     dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, beta, seg, A, gates, U, h, phi, scale)
-    (B, T, H, K), V = q.shape, U.shape[3]
+    (B, T, H, K), V = q.shape, U.shape[4]
     NT, NS, PREC = A.shape[2], phi.shape[2], precision(q.dtype)
     do = torch.zeros_like(dv) if do is None else do.contiguous()
     dS1 = None if dS1 is None else dS1.contiguous()
     dh = torch.empty_like(h)
-    rows = lambda x, n: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, x.shape[-1])
+    chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
 
     def sweep(dS1, dS0, OUT=False):
         settings = gdn_sweep_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), rows(A, BT), *gates, seg, dS1, tiles(dv, BT, BV), rows(dh, BV),
+            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), chunks(A, BT, BT), *gates, seg, dS1, tiles(dv, BT, BV), chunks(dh, BV, K),
             dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
@@ -494,14 +494,14 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_grad_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), rows(U, BV), rows(h, BV), rows(dh, BV),
+            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K), chunks(dh, BV, K),
             *gates, beta, seg, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT,
             PREC=PREC, **settings)
     return outputs
 
 @gdn_bwd.register_fake
 def gdn_bwd_outputs(do, dS1, q, k, beta, seg, A, gates, U, h, phi, scale):
-    (B, T, H, K), V = q.shape, U.shape[3]
+    (B, T, H, K), V = q.shape, U.shape[4]
     return (torch.empty_like(q), torch.empty_like(k), q.new_empty(B, T, H, V), gates.new_empty(B, T, H), torch.empty_like(beta),
             gates.new_empty(B, H, V, K))
 
