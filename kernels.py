@@ -83,8 +83,8 @@ def tiles(x, rows, cols):
 # Since (I + M) U = beta (v - e * (k S)), backward needs neither v nor the inverse's own gradient. dg is summed inside the
 # chunk only: a sum over the whole sequence costs ten times the error. beta is taken as max(beta, 1e-6): the function changes
 # by less than that, U keeps its relative accuracy, and dbeta is right at 0. No exponent is positive, so nothing overflows.
-# The segment mask lives in D (0 between segments), e (0 outside the incoming state's segment), r (0 outside the
-# segment of the chunk's last token) and so in d, which is e of the last row; everything else follows.
+# A segment's first token takes the log2 gate RESET, for which exp2 is 0 in fp32: so D between segments, e behind a boundary, r before
+# one and d across one are exactly 0, and no kernel after the first knows of segments. d is e of the last row.
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
 #   A        A (B, H, NT, BT, BT)                 q's       gdn_solve         yes
@@ -98,18 +98,16 @@ def tiles(x, rows, cols):
 
 
 @triton.jit
-def chunk_decay(G2, seg, i_b, T, t, BT: tl.constexpr):
-    """D of one chunk, (BT, BT). G2 points at the chunk's gates, seg (or None) at (B, T) ids; t is the chunk's first token."""
+def gdn_decay(G2, BT: tl.constexpr):
+    """D of the chunk whose gates G2 points at, (BT, BT)."""
     o_i = tl.arange(0, BT)
     b_G2 = tl.load(G2 + o_i)
-    m = o_i[:, None] >= o_i[None, :]
-    if seg is not None:
-        b_seg = tl.load(seg + i_b.to(tl.int64) * T + tl.minimum(t + o_i, T - 1))
-        m &= b_seg[:, None] == b_seg[None, :]
-    return tl.where(m, tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0)), 0.0)
+    return tl.where(o_i[:, None] >= o_i[None, :], tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0)), 0.0)
+
+RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in one chunk still leave 2^-11 of resolution
 
 # launch settings
-SOLVE = dict(num_warps=4, PREC_K="tf32")
+SOLVE = dict(num_warps=4)
 
 # forward
 
@@ -150,14 +148,14 @@ def gdn_solve_kernel(k, g, beta, seg, A, G2, e, r, T, NT, H: tl.constexpr, K: tl
     o_i = tl.arange(0, BT)
     m_t = t + o_i < T
 
-    b_G2 = tl.cumsum(tl.load(g + (t + o_i) * H, mask=m_t, other=0.0) * LOG2E, 0)
+    b_g = tl.load(g + (t + o_i) * H, mask=m_t, other=0.0) * LOG2E
+    if seg is not None:
+        seg += i_b * T + t + o_i
+        b_g = tl.where(m_t & (t + o_i > 0) & (tl.load(seg, mask=m_t, other=0) != tl.load(seg - 1, mask=m_t & (t + o_i > 0), other=0)),
+                       RESET, b_g)
+    b_G2 = tl.cumsum(b_g, 0)
     b_e = tl.exp2(b_G2)
     b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_G2)
-    if seg is not None:
-        seg += i_b * T
-        b_seg = tl.load(seg + tl.minimum(t + o_i, T - 1))
-        b_e = tl.where(b_seg == tl.load(seg + tl.maximum(t - 1, 0)), b_e, 0.0)
-        b_r = tl.where(b_seg == tl.load(seg + tl.minimum(t + BT - 1, T - 1)), b_r, 0.0)
     tl.store(G2 + n * BT + o_i, b_G2)
     tl.store(e + n * BT + o_i, b_e)
     tl.store(r + n * BT + o_i, b_r)
@@ -165,26 +163,23 @@ def gdn_solve_kernel(k, g, beta, seg, A, G2, e, r, T, NT, H: tl.constexpr, K: tl
     # the inverse of I + M by recursive doubling: blocks of 2, 4, 8, 16 inside the four 16 x 16 blocks of the diagonal,
     # then pairs of blocks; every step is a block substitution. A Neumann series would lose all digits for like keys
     o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    b_M = gdn_key_products(k, beta, T, t, 0, 0, 16, 4, 16, H, K, PREC_K)
+    b_M = gdn_key_products(k, beta, T, t, 0, 0, 16, 4, 16, H, K, PREC)
     b_M = tl.where(o_r > o_c, b_M, 0.0)
     X = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
     for p in tl.static_range(1, 4):
         b_L = tl.where((o_r >> (p + 1) == o_c >> (p + 1)) & (o_r >> p != o_c >> p), b_M, 0.0)
         # 4 x (16, 16) x (16, 16), twice
         X -= tl.dot(tl.dot(X, b_L, input_precision=PREC), X, input_precision=PREC)
-    X = gdn_merge(X, gdn_key_products(k, beta, T, t, 16, 0, 32, 2, 16, H, K, PREC_K), 2, 16, PREC)
-    X = gdn_merge(X, gdn_key_products(k, beta, T, t, 32, 0, 64, 1, 32, H, K, PREC_K), 1, 32, PREC)
+    X = gdn_merge(X, gdn_key_products(k, beta, T, t, 16, 0, 32, 2, 16, H, K, PREC), 2, 16, PREC)
+    X = gdn_merge(X, gdn_key_products(k, beta, T, t, 32, 0, 64, 1, 32, H, K, PREC), 1, 32, PREC)
 
     b_D = tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0))
-    m = o_i[:, None] >= o_i[None, :]
-    if seg is not None:
-        m &= b_seg[:, None] == b_seg[None, :]
     b_beta = tl.maximum(tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32), 1e-6)
-    b_A = tl.where(m, tl.reshape(X, (BT, BT)) * b_D * b_beta[None, :], 0.0)
+    b_A = tl.where(o_i[:, None] >= o_i[None, :], tl.reshape(X, (BT, BT)) * b_D * b_beta[None, :], 0.0)
     tl.store(A + n * (BT * BT) + o_i[:, None] * BT + o_i[None, :], b_A.to(A.dtype.element_ty))
 
 @triton.jit
-def gdn_fwd_kernel(q, k, v, A, G2, e, r, seg, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+def gdn_fwd_kernel(q, k, v, A, G2, e, r, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr,
                    PHI: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (3-5), forward over one of NS segments from S0 to S1 (B, H, NS, V, K); o if OUT, U and h if SAVE.
@@ -223,7 +218,7 @@ def gdn_fwd_kernel(q, k, v, A, G2, e, r, seg, S0, o, U, h, S1, scale, T, NT, NS,
             # P = s D * (q k^T): (BT, K) x (K, BT)
             b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
             b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-            b_P *= chunk_decay(G2 + g, seg, i_b, T, t, BT) * scale
+            b_P *= gdn_decay(G2 + g, BT) * scale
             # o^T = s e * (q S)^T + U^T P^T: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=PREC) * (b_e * scale)[None, :]
             b_o = tl.dot(b_U.to(b_k.dtype), tl.trans(b_P.to(b_k.dtype)), b_o, input_precision=PREC)
@@ -260,7 +255,7 @@ def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.
 # backward
 
 @triton.jit
-def gdn_bwd_state_kernel(q, k, do, A, G2, e, r, seg, dS1, dv, dh, dS0, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+def gdn_bwd_state_kernel(q, k, do, A, G2, e, r, dS1, dv, dh, dS0, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                          V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr,
                          STAGES: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (6, 7), backward over one of NS segments from dS1 to dS0 (B, H, NS, V, K); dv and dh if OUT.
@@ -290,7 +285,7 @@ def gdn_bwd_state_kernel(q, k, do, A, G2, e, r, seg, dS1, dv, dh, dS0, scale, T,
         b_dh = b_dS.to(b_k.dtype)
         # P = s D * (q k^T): (BT, K) x (K, BT)
         b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-        b_P *= chunk_decay(G2 + g, seg, i_b, T, t, BT) * scale
+        b_P *= gdn_decay(G2 + g, BT) * scale
         # dU^T = r * (k dS')^T + do^T P: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
         b_dU = tl.dot(b_dh, tl.trans(b_k), input_precision=PREC) * tl.load(r + g + o_i)[None, :]
         b_dU = tl.dot(tl.trans(b_do), b_P.to(b_k.dtype), b_dU, input_precision=PREC)
@@ -306,7 +301,7 @@ def gdn_bwd_state_kernel(q, k, do, A, G2, e, r, seg, dS1, dv, dh, dS0, scale, T,
     tl.store(dS0 + state, b_dS)
 
 @triton.jit
-def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, seg, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
+def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
                         K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
                         STAGES: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (8-11) of one chunk: first dq, with dP, then dk^T, (K, BT), and the gates. Grid (B * NT * H)."""
@@ -334,7 +329,7 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, seg, dq, dk, dg,
     b_beta = tl.maximum(tl.load(beta + row, mask=m_t, other=0.0).to(tl.float32), 1e-6)
     b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
     tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
-    b_D = chunk_decay(G2 + g, seg, i_b, T, t, BT)
+    b_D = gdn_decay(G2 + g, BT)
     b_dP *= b_D * scale
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
     b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
@@ -410,11 +405,15 @@ def gdn_segments(programs, NT, device):
     return triton.cdiv(NT, triton.cdiv(NT, NS)) if NS >= 3 else 1
 
 def gdn_sweep_settings(dtype, K, V):
-    BV = min(V, 128 if dtype == torch.bfloat16 and K <= 128 else 32)
-    return dict(BV=BV, STAGES=3 if dtype == torch.bfloat16 and K <= 128 else 1, num_warps=8 if BV == 128 else 4)
+    if dtype == torch.bfloat16:
+        return dict(BV=min(V, 128), STAGES=3, num_warps=8 if V >= 128 else 4) if K <= 128 else \
+            dict(BV=min(V, 64), STAGES=1, num_warps=8)
+    return dict(BV=min(V, 32), STAGES=1, num_warps=4)
 
 def gdn_grad_settings(dtype, K, V):
-    return dict(BV=min(V, 64 if dtype == torch.bfloat16 else 32), STAGES=2, num_warps=4)
+    if dtype == torch.bfloat16:
+        return dict(BV=min(V, 64), STAGES=2, num_warps=4 if K <= 128 else 8)
+    return dict(BV=min(V, 32), STAGES=1, num_warps=8)
 
 def precision(dtype):
     """Of the products: exact to fp32 for fp32 tensors; bf16 operands have one way only."""
@@ -433,7 +432,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
         settings = gdn_sweep_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), chunks(A, BT, BT), *gates, seg, S0, tiles(o, BT, BV),
+            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), chunks(A, BT, BT), *gates, S0, tiles(o, BT, BV),
             chunks(U, BT, BV) if save else None, chunks(h, BV, K) if save else None, S1, scale, T, NT, NS, H=H, K=K, V=V, BT=BT,
             OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
@@ -463,11 +462,11 @@ def gdn_fold(part, phi, S0, X, BACK=False):
     gdn_fold_kernel[(B * H * V // 16,)](part, phi, S0, X, NS, K=K, V=V, BV=16, BK=min(K, 64), BACK=BACK, num_warps=4)
 
 @torch.library.custom_op("kernels::gdn_bwd", mutates_args=())
-def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, beta: Tensor, seg: Optional[Tensor], A: Tensor,
+def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, beta: Tensor, A: Tensor,
             gates: Tensor, U: Tensor, h: Tensor, phi: Tensor, scale: float) \
             -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dbeta and the initial state's gradient (B, H, V, K)."""
-    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, beta, seg, A, gates, U, h, phi, scale)
+    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, beta, A, gates, U, h, phi, scale)
     (B, T, H, K), V = q.shape, U.shape[4]
     NT, NS, PREC = A.shape[2], phi.shape[2], precision(q.dtype)
     do = torch.zeros_like(dv) if do is None else do.contiguous()
@@ -479,7 +478,7 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_sweep_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), chunks(A, BT, BT), *gates, seg, dS1, tiles(dv, BT, BV), chunks(dh, BV, K),
+            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), chunks(A, BT, BT), *gates, dS1, tiles(dv, BT, BV), chunks(dh, BV, K),
             dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
@@ -495,12 +494,12 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
             tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K), chunks(dh, BV, K),
-            *gates, beta, seg, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT,
+            *gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT,
             PREC=PREC, **settings)
     return outputs
 
 @gdn_bwd.register_fake
-def gdn_bwd_outputs(do, dS1, q, k, beta, seg, A, gates, U, h, phi, scale):
+def gdn_bwd_outputs(do, dS1, q, k, beta, A, gates, U, h, phi, scale):
     (B, T, H, K), V = q.shape, U.shape[4]
     return (torch.empty_like(q), torch.empty_like(k), q.new_empty(B, T, H, V), gates.new_empty(B, T, H), torch.empty_like(beta),
             gates.new_empty(B, H, V, K))
@@ -508,12 +507,12 @@ def gdn_bwd_outputs(do, dS1, q, k, beta, seg, A, gates, U, h, phi, scale):
 def gdn_setup(ctx, inputs, output):
     q, k, v, g, beta, S0, seg, scale, save = inputs
     ctx.set_materialize_grads(False) # else each extra output gets a gradient of zeros
-    ctx.save_for_backward(q, k, beta, seg, *output[2:])
+    ctx.save_for_backward(q, k, beta, *output[2:])
     ctx.scale, ctx.initial = scale, S0 is not None
 
 def gdn_gradients(ctx, do, dS1, *rest):
-    q, k, beta, seg, *saved = ctx.saved_tensors
-    dq, dk, dv, dg, dbeta, dS0 = gdn_bwd(do, dS1, q, k, beta, seg, *saved, ctx.scale)
+    q, k, beta, *saved = ctx.saved_tensors
+    dq, dk, dv, dg, dbeta, dS0 = gdn_bwd(do, dS1, q, k, beta, *saved, ctx.scale)
     return dq, dk, dv, dg, dbeta, dS0 if ctx.initial else None, None, None, None
 
 gdn_fwd.register_autograd(gdn_gradients, setup_context=gdn_setup)
