@@ -136,7 +136,7 @@ def gdn_merge(X, M, NB: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def gdn_solve_kernel(k, g, beta, seg, A, G2, e, r, T, NT, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-                     PREC: tl.constexpr, PREC_K: tl.constexpr):
+                     PREC: tl.constexpr):
     """Eq. (2): A, and the gates of the sweeps. Grid (B * NT * H)."""
     i = tl.program_id(0).to(tl.int64)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
