@@ -81,8 +81,8 @@ def tiles(x, rows, cols):
 #   a_i = q_i (s e * do S^T)_i - k_i (e * dv S^T)_i + row_i(X) - column_i(X),   X = dP * (q k^T) + dkk * (k k^T)
 #   b_j = k_j (r * U dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>                     (11)
 # Since (I + M) U = beta (v - e * (k S)), backward needs neither v nor the inverse's own gradient. dg is summed inside the
-# chunk only: a sum over the whole sequence costs ten times the error. beta is taken as max(beta, 1e-6): the function changes
-# by less than that, U keeps its relative accuracy, and dbeta is right at 0. No exponent is positive, so nothing overflows.
+# chunk only: a sum over the whole sequence costs ten times the error. beta is taken as max(beta, 1e-14): the function changes
+# by no more than that, U and dv keep their relative accuracy, and dbeta is right at 0. No exponent is positive, so nothing overflows.
 # A segment's first token takes the log2 gate RESET, for which exp2 is 0 in fp32: so D between segments, e behind a boundary, r before
 # one and d across one are exactly 0, and no kernel after the first knows of segments. d is e of the last row.
 #
@@ -105,6 +105,7 @@ def gdn_decay(G2, BT: tl.constexpr):
     return tl.where(o_i[:, None] >= o_i[None, :], tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0)), 0.0)
 
 RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in one chunk still leave 2^-11 of resolution
+MIN_BETA = tl.constexpr(1e-14) # its square, which divides dbeta, is still far from the end of fp32
 
 # launch settings
 SOLVE = dict(num_warps=4)
@@ -122,7 +123,7 @@ def gdn_key_products(k, beta, T, t, HI: tl.constexpr, LO: tl.constexpr, STEP: tl
     b_kj = tl.load(k + o_j[:, :, None] * (H * K) + o_k, mask=(o_j < T)[:, :, None], other=0.0)
     b_beta = tl.load(beta + o_i * H, mask=o_i < T, other=0.0).to(tl.float32)
     # NB x (BS, K) x (K, BS)
-    return tl.maximum(b_beta, 1e-6)[:, :, None] * tl.dot(b_ki, tl.permute(b_kj, (0, 2, 1)), input_precision=PREC)
+    return tl.maximum(b_beta, MIN_BETA)[:, :, None] * tl.dot(b_ki, tl.permute(b_kj, (0, 2, 1)), input_precision=PREC)
 
 @triton.jit
 def gdn_merge(X, M, NB: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
@@ -174,7 +175,7 @@ def gdn_solve_kernel(k, g, beta, seg, A, G2, e, r, T, NT, H: tl.constexpr, K: tl
     X = gdn_merge(X, gdn_key_products(k, beta, T, t, 32, 0, 64, 1, 32, H, K, PREC), 1, 32, PREC)
 
     b_D = tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0))
-    b_beta = tl.maximum(tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32), 1e-6)
+    b_beta = tl.maximum(tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32), MIN_BETA)
     b_A = tl.where(o_i[:, None] >= o_i[None, :], tl.reshape(X, (BT, BT)) * b_D * b_beta[None, :], 0.0)
     tl.store(A + n * (BT * BT) + o_i[:, None] * BT + o_i[None, :], b_A.to(A.dtype.element_ty))
 
@@ -207,18 +208,19 @@ def gdn_fwd_kernel(q, k, v, A, G2, e, r, S0, o, U, h, S1, scale, T, NT, NS, H: t
         b_h = b_S.to(b_k.dtype)
         # U^T = (v - e * (k S))^T A^T: (BV, K) x (K, BT), then (BV, BT) x (BT, BT)
         b_ks = tl.dot(b_h, tl.trans(b_k), input_precision=PREC)
+        if SAVE:
+            h.store([n, i_v, 0], b_h.reshape(1, BV, K))
         b_U = tl.dot((b_ks * -b_e[None, :]).to(b_k.dtype), tl.trans(b_A), input_precision=PREC)
         if not PHI:
             b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
             b_U = tl.dot(tl.trans(b_v), tl.trans(b_A), b_U, input_precision=PREC)
-        if SAVE:
-            h.store([n, i_v, 0], b_h.reshape(1, BV, K))
-            U.store([n, 0, i_v], tl.trans(b_U).to(b_k.dtype).reshape(1, BT, BV))
         if OUT:
             # P = s D * (q k^T): (BT, K) x (K, BT)
             b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
             b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
             b_P *= gdn_decay(G2 + g, BT) * scale
+            if SAVE:
+                U.store([n, 0, i_v], tl.trans(b_U).to(b_k.dtype).reshape(1, BT, BV))
             # o^T = s e * (q S)^T + U^T P^T: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=PREC) * (b_e * scale)[None, :]
             b_o = tl.dot(b_U.to(b_k.dtype), tl.trans(b_P.to(b_k.dtype)), b_o, input_precision=PREC)
@@ -286,13 +288,14 @@ def gdn_bwd_state_kernel(q, k, do, A, G2, e, r, dS1, dv, dh, dS0, scale, T, NT, 
         # P = s D * (q k^T): (BT, K) x (K, BT)
         b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
         b_P *= gdn_decay(G2 + g, BT) * scale
+        if OUT:
+            dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
         # dU^T = r * (k dS')^T + do^T P: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
         b_dU = tl.dot(b_dh, tl.trans(b_k), input_precision=PREC) * tl.load(r + g + o_i)[None, :]
         b_dU = tl.dot(tl.trans(b_do), b_P.to(b_k.dtype), b_dU, input_precision=PREC)
         # dv^T = dU^T A: (BV, BT) x (BT, BT)
         b_dv = tl.dot(b_dU.to(b_k.dtype), b_A, input_precision=PREC)
         if OUT:
-            dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
             dv.store([i_b, t, i_h * V + i_v], tl.trans(b_dv).to(b_k.dtype).reshape(1, BT, BV))
         # dS^T = d dS'^T + (s e * do)^T q - (e * dv)^T k: (BV, BT) x (BT, K), twice
         b_dS *= tl.load(e + g + BT - 1)
@@ -326,7 +329,7 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, dq, dk, dg, dbet
 
     m_t = t + o_i < T
     row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
-    b_beta = tl.maximum(tl.load(beta + row, mask=m_t, other=0.0).to(tl.float32), 1e-6)
+    b_beta = tl.maximum(tl.load(beta + row, mask=m_t, other=0.0).to(tl.float32), MIN_BETA)
     b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
     tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
     b_D = gdn_decay(G2 + g, BT)
