@@ -88,7 +88,7 @@ def tiles(x, rows, cols):
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
 #   A        A (B, H, NT, BT, BT)                 q's       gdn_solve         yes
-#   G, e, r  gates (3, B, H, NT, BT), G in log2   fp32      gdn_solve         yes
+#   G, e, r  gates (B, H, NT, 6, BT), G in log2   fp32      gdn_solve         yes
 #   U        U (B, H, NT, BT, V)                  q's       gdn_fwd           yes
 #   S^T      h (B, H, NT, V, K), entering state   q's       gdn_fwd           yes
 #   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
@@ -98,14 +98,15 @@ def tiles(x, rows, cols):
 
 
 @triton.jit
-def gdn_decay(G2, BT: tl.constexpr):
-    """D of the chunk whose gates G2 points at, (BT, BT)."""
+def gdn_decay(gates, COLUMN: tl.constexpr, BT: tl.constexpr):
+    """D, (BT, BT), of the chunk whose gates these are; its columns go by row COLUMN of them."""
     o_i = tl.arange(0, BT)
-    b_G2 = tl.load(G2 + o_i)
-    return tl.where(o_i[:, None] >= o_i[None, :], tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0)), 0.0)
+    b_D = tl.exp2(tl.minimum(tl.load(gates + o_i)[:, None] - tl.load(gates + COLUMN * BT + o_i)[None, :], 0.0))
+    return tl.where(o_i[:, None] >= o_i[None, :], b_D, 0.0)
 
 RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in one chunk still leave 2^-11 of resolution
 MIN_BETA = tl.constexpr(1e-14) # its square, which divides dbeta, is still far from the end of fp32
+GATES, G, E, R, GW, EW, RW = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5)) # rows of `gates`; *W for what a token writes: none at beta 0
 
 # launch settings
 SOLVE = dict(num_warps=4)
@@ -136,7 +137,7 @@ def gdn_merge(X, M, NB: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
     return tl.reshape(tl.permute(X, (0, 3, 1, 4, 2)), (NB, 2 * BS, 2 * BS))
 
 @triton.jit
-def gdn_solve_kernel(k, g, beta, seg, A, G2, e, r, T, NT, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+def gdn_solve_kernel(k, g, beta, seg, A, gates, T, NT, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
                      PREC: tl.constexpr):
     """Eq. (2): A, and the gates of the sweeps. Grid (B * NT * H)."""
     i = tl.program_id(0).to(tl.int64)
@@ -157,9 +158,14 @@ def gdn_solve_kernel(k, g, beta, seg, A, G2, e, r, T, NT, H: tl.constexpr, K: tl
     b_G2 = tl.cumsum(b_g, 0)
     b_e = tl.exp2(b_G2)
     b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_G2)
-    tl.store(G2 + n * BT + o_i, b_G2)
-    tl.store(e + n * BT + o_i, b_e)
-    tl.store(r + n * BT + o_i, b_r)
+    b_beta = tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32)
+    gates += n * (GATES * BT) + o_i
+    tl.store(gates, b_G2)
+    tl.store(gates + E * BT, b_e)
+    tl.store(gates + R * BT, b_r)
+    tl.store(gates + GW * BT, tl.where(b_beta > 0, b_G2, float("inf")))
+    tl.store(gates + EW * BT, tl.where(b_beta > 0, b_e, 0.0))
+    tl.store(gates + RW * BT, tl.where(b_beta > 0, b_r, 0.0))
 
     # the inverse of I + M by recursive doubling: blocks of 2, 4, 8, 16 inside the four 16 x 16 blocks of the diagonal,
     # then pairs of blocks; every step is a block substitution. A Neumann series would lose all digits for like keys
@@ -175,12 +181,12 @@ def gdn_solve_kernel(k, g, beta, seg, A, G2, e, r, T, NT, H: tl.constexpr, K: tl
     X = gdn_merge(X, gdn_key_products(k, beta, T, t, 32, 0, 64, 1, 32, H, K, PREC), 1, 32, PREC)
 
     b_D = tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0))
-    b_beta = tl.maximum(tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32), MIN_BETA)
-    b_A = tl.where(o_i[:, None] >= o_i[None, :], tl.reshape(X, (BT, BT)) * b_D * b_beta[None, :], 0.0)
+    b_A = tl.reshape(X, (BT, BT)) * b_D * tl.maximum(b_beta, MIN_BETA)[None, :]
+    b_A = tl.where(o_i[:, None] >= o_i[None, :], b_A, 0.0)
     tl.store(A + n * (BT * BT) + o_i[:, None] * BT + o_i[None, :], b_A.to(A.dtype.element_ty))
 
 @triton.jit
-def gdn_fwd_kernel(q, k, v, A, G2, e, r, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+def gdn_fwd_kernel(q, k, v, A, gates, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr,
                    PHI: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (3-5), forward over one of NS segments from S0 to S1 (B, H, NS, V, K); o if OUT, U and h if SAVE.
@@ -201,10 +207,10 @@ def gdn_fwd_kernel(q, k, v, A, G2, e, r, S0, o, U, h, S1, scale, T, NT, NS, H: t
     LS = tl.cdiv(NT, NS) # chunks a segment
     for i_t in tl.range(i_s * LS, tl.minimum(i_s * LS + LS, NT), num_stages=STAGES):
         n, t = i_bh * NT + i_t, i_t * BT
-        g = n.to(tl.int64) * BT
+        g = gates + n.to(tl.int64) * (GATES * BT)
         b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
         b_A = A.load([n, 0, 0]).reshape(BT, BT)
-        b_e = tl.load(e + g + o_i)
+        b_e = tl.load(g + E * BT + o_i)
         b_h = b_S.to(b_k.dtype)
         # U^T = (v - e * (k S))^T A^T: (BV, K) x (K, BT), then (BV, BT) x (BT, BT)
         b_ks = tl.dot(b_h, tl.trans(b_k), input_precision=PREC)
@@ -218,7 +224,7 @@ def gdn_fwd_kernel(q, k, v, A, G2, e, r, S0, o, U, h, S1, scale, T, NT, NS, H: t
             # P = s D * (q k^T): (BT, K) x (K, BT)
             b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
             b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-            b_P *= gdn_decay(G2 + g, BT) * scale
+            b_P *= gdn_decay(g, GW, BT) * scale
             if SAVE:
                 U.store([n, 0, i_v], tl.trans(b_U).to(b_k.dtype).reshape(1, BT, BV))
             # o^T = s e * (q S)^T + U^T P^T: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
@@ -226,8 +232,8 @@ def gdn_fwd_kernel(q, k, v, A, G2, e, r, S0, o, U, h, S1, scale, T, NT, NS, H: t
             b_o = tl.dot(b_U.to(b_k.dtype), tl.trans(b_P.to(b_k.dtype)), b_o, input_precision=PREC)
             o.store([i_b, t, i_h * V + i_v], tl.trans(b_o).to(b_k.dtype).reshape(1, BT, BV))
         # S'^T = d S^T + (r * U)^T k: (BV, BT) x (BT, K)
-        b_S *= tl.load(e + g + BT - 1)
-        b_S = tl.dot((b_U * tl.load(r + g + o_i)[None, :]).to(b_k.dtype), b_k, b_S, input_precision=PREC)
+        b_S *= tl.load(g + E * BT + BT - 1)
+        b_S = tl.dot((b_U * tl.load(g + RW * BT + o_i)[None, :]).to(b_k.dtype), b_k, b_S, input_precision=PREC)
     tl.store(S1 + state, b_S)
 
 @triton.jit
@@ -257,7 +263,7 @@ def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.
 # backward
 
 @triton.jit
-def gdn_bwd_state_kernel(q, k, do, A, G2, e, r, dS1, dv, dh, dS0, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+def gdn_bwd_state_kernel(q, k, do, A, gates, dS1, dv, dh, dS0, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                          V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr,
                          STAGES: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (6, 7), backward over one of NS segments from dS1 to dS0 (B, H, NS, V, K); dv and dh if OUT.
@@ -278,40 +284,40 @@ def gdn_bwd_state_kernel(q, k, do, A, G2, e, r, dS1, dv, dh, dS0, scale, T, NT, 
     for i_r in tl.range(0, last - first, num_stages=STAGES):
         i_t = last - 1 - i_r
         n, t = i_bh * NT + i_t, i_t * BT
-        g = n.to(tl.int64) * BT
+        g = gates + n.to(tl.int64) * (GATES * BT)
         b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
         b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_A = A.load([n, 0, 0]).reshape(BT, BT)
-        b_e = tl.load(e + g + o_i)
+        b_e = tl.load(g + E * BT + o_i)
         b_dh = b_dS.to(b_k.dtype)
         # P = s D * (q k^T): (BT, K) x (K, BT)
         b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-        b_P *= gdn_decay(G2 + g, BT) * scale
+        b_P *= gdn_decay(g, G, BT) * scale
         if OUT:
             dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
         # dU^T = r * (k dS')^T + do^T P: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
-        b_dU = tl.dot(b_dh, tl.trans(b_k), input_precision=PREC) * tl.load(r + g + o_i)[None, :]
+        b_dU = tl.dot(b_dh, tl.trans(b_k), input_precision=PREC) * tl.load(g + R * BT + o_i)[None, :]
         b_dU = tl.dot(tl.trans(b_do), b_P.to(b_k.dtype), b_dU, input_precision=PREC)
         # dv^T = dU^T A: (BV, BT) x (BT, BT)
         b_dv = tl.dot(b_dU.to(b_k.dtype), b_A, input_precision=PREC)
         if OUT:
             dv.store([i_b, t, i_h * V + i_v], tl.trans(b_dv).to(b_k.dtype).reshape(1, BT, BV))
         # dS^T = d dS'^T + (s e * do)^T q - (e * dv)^T k: (BV, BT) x (BT, K), twice
-        b_dS *= tl.load(e + g + BT - 1)
+        b_dS *= tl.load(g + E * BT + BT - 1)
         b_dS = tl.dot((tl.trans(b_do) * (b_e * scale)[None, :]).to(b_k.dtype), b_q, b_dS, input_precision=PREC)
-        b_dS = tl.dot((b_dv * -b_e[None, :]).to(b_k.dtype), b_k, b_dS, input_precision=PREC)
+        b_dS = tl.dot((b_dv * -tl.load(g + EW * BT + o_i)[None, :]).to(b_k.dtype), b_k, b_dS, input_precision=PREC)
     tl.store(dS0 + state, b_dS)
 
 @triton.jit
-def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
+def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
                         K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
                         STAGES: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (8-11) of one chunk: first dq, with dP, then dk^T, (K, BT), and the gates. Grid (B * NT * H)."""
     i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
     n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
-    g = n.to(tl.int64) * BT
+    g = gates + n.to(tl.int64) * (GATES * BT)
     o_i = tl.arange(0, BT)
     m_d, m_l = o_i[:, None] == o_i[None, :], o_i[:, None] > o_i[None, :]
 
@@ -329,10 +335,10 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, dq, dk, dg, dbet
 
     m_t = t + o_i < T
     row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
-    b_beta = tl.maximum(tl.load(beta + row, mask=m_t, other=0.0).to(tl.float32), MIN_BETA)
-    b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
+    b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
+    b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (tl.maximum(b_beta, MIN_BETA) * tl.maximum(b_beta, MIN_BETA))
     tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
-    b_D = gdn_decay(G2 + g, BT)
+    b_D = gdn_decay(g, GW, BT)
     b_dP *= b_D * scale
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
     b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
@@ -342,7 +348,7 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, dq, dk, dg, dbet
     b_X = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
     b_X += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     b_a = tl.sum(b_X, 1) - tl.sum(b_X, 0)
-    b_dq *= (tl.load(e + g + o_i) * scale)[:, None]
+    b_dq *= (tl.load(g + E * BT + o_i) * scale)[:, None]
     b_a += tl.sum(b_q * b_dq, 1)
     b_dP, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
     # dP k: (BT, BT) x (BT, K)
@@ -362,8 +368,8 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, dq, dk, dg, dbet
         b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_U), b_ks, input_precision=PREC)
         b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
     b_kT = tl.trans(b_k)
-    b_dk *= -tl.load(e + g + o_i)[None, :]
-    b_ks *= tl.load(r + g + o_i)[None, :]
+    b_dk *= -tl.load(g + EW * BT + o_i)[None, :]
+    b_ks *= tl.load(g + RW * BT + o_i)[None, :]
     b_a += tl.sum(b_kT * b_dk, 0)
     b_b = tl.sum(b_kT * b_ks, 0)
     # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
@@ -373,8 +379,14 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, G2, e, r, beta, dq, dk, dg, dbet
     dk.store([i_b, t, i_h * K], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, K))
     # dg_t: a from t on, b before t. The sum over all tokens less what follows would cancel
     b_dg = tl.sum(tl.where(o_i[None, :] >= o_i[:, None], b_a[None, :], b_b[None, :]), 1)
-    b_dg += tl.load(e + g + BT - 1) * tl.sum(b_hh, 0)
+    b_dg += tl.load(g + E * BT + BT - 1) * tl.sum(b_hh, 0)
     tl.store(dg + row, b_dg, mask=m_t)
+    b_beta = tl.load(beta + row, mask=m_t, other=1.0)
+    if tl.min(b_beta, 0) <= 0: # v gets nothing where beta is 0; until here its scaled gradient served dbeta
+        for i_v in range(0, V, BV):
+            b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+            b_dv = tl.where((b_beta > 0)[:, None], b_dv, 0.0).to(b_dv.dtype)
+            dv.store([i_b, t, i_h * V + i_v], b_dv.reshape(1, BT, BV))
 
 # one token
 
@@ -435,12 +447,12 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
         settings = gdn_sweep_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), chunks(A, BT, BT), *gates, S0, tiles(o, BT, BV),
+            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), chunks(A, BT, BT), gates, S0, tiles(o, BT, BV),
             chunks(U, BT, BV) if save else None, chunks(h, BV, K) if save else None, S1, scale, T, NT, NS, H=H, K=K, V=V, BT=BT,
             OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
-        gdn_solve_kernel[(B * NT * H,)](k, g, beta, seg, A, *gates, T, NT, H=H, K=K, BT=BT, PREC=PREC, **SOLVE)
+        gdn_solve_kernel[(B * NT * H,)](k, g, beta, seg, A, gates, T, NT, H=H, K=K, BT=BT, PREC=PREC, **SOLVE)
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
         else:
@@ -456,7 +468,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     NS = gdn_segments(B * H * (V // gdn_sweep_settings(q.dtype, K, V)["BV"]), NT, q.device)
-    return (torch.empty_like(v), g.new_empty(B, H, V, K), q.new_empty(B, H, NT, BT, BT), g.new_empty(3, B, H, NT, BT),
+    return (torch.empty_like(v), g.new_empty(B, H, V, K), q.new_empty(B, H, NT, BT, BT), g.new_empty(B, H, NT, GATES, BT),
             q.new_empty(B, H, NT, BT, V) if save else q.new_empty(0), q.new_empty(B, H, NT, V, K) if save else q.new_empty(0),
             g.new_empty(B, H, NS, K, K if NS > 1 else 0))
 
@@ -481,7 +493,7 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_sweep_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), chunks(A, BT, BT), *gates, dS1, tiles(dv, BT, BV), chunks(dh, BV, K),
+            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), chunks(A, BT, BT), gates, dS1, tiles(dv, BT, BV), chunks(dh, BV, K),
             dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
@@ -497,7 +509,7 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
             tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K), chunks(dh, BV, K),
-            *gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT,
+            gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT,
             PREC=PREC, **settings)
     return outputs
 
