@@ -155,10 +155,27 @@ def gdn_solve_kernel(k, g, beta, seg, A, gates, T, NT, H: tl.constexpr, K: tl.co
         seg += i_b * T + t + o_i
         b_g = tl.where(m_t & (t + o_i > 0) & (tl.load(seg, mask=m_t, other=0) != tl.load(seg - 1, mask=m_t & (t + o_i > 0), other=0)),
                        RESET, b_g)
+    b_beta = tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32)
+    # all loads first. M in the blocks that are inverted, then below the pairs of 16, then below the pair of 32
+    b_M = gdn_key_products(k, beta, T, t, 0, 0, 16, 4, 16, H, K, PREC)
+    b_M32 = gdn_key_products(k, beta, T, t, 16, 0, 32, 2, 16, H, K, PREC)
+    b_M64 = gdn_key_products(k, beta, T, t, 32, 0, 64, 1, 32, H, K, PREC)
+
+    # the inverse of I + M by recursive doubling: blocks of 2, 4, 8, 16 inside the four 16 x 16 blocks of the diagonal,
+    # then pairs of blocks; every step is a block substitution. A Neumann series would lose all digits for like keys
+    o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    b_M = tl.where(o_r > o_c, b_M, 0.0)
+    X = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
+    for p in tl.static_range(1, 4):
+        b_L = tl.where((o_r >> (p + 1) == o_c >> (p + 1)) & (o_r >> p != o_c >> p), b_M, 0.0)
+        # 4 x (16, 16) x (16, 16), twice
+        X -= tl.dot(tl.dot(X, b_L, input_precision=PREC), X, input_precision=PREC)
+    X = gdn_merge(X, b_M32, 2, 16, PREC)
+    X = gdn_merge(X, b_M64, 1, 32, PREC)
+
     b_G2 = tl.cumsum(b_g, 0)
     b_e = tl.exp2(b_G2)
     b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_G2)
-    b_beta = tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32)
     gates += n * (GATES * BT) + o_i
     tl.store(gates, b_G2)
     tl.store(gates + E * BT, b_e)
@@ -166,19 +183,6 @@ def gdn_solve_kernel(k, g, beta, seg, A, gates, T, NT, H: tl.constexpr, K: tl.co
     tl.store(gates + GW * BT, tl.where(b_beta > 0, b_G2, float("inf")))
     tl.store(gates + EW * BT, tl.where(b_beta > 0, b_e, 0.0))
     tl.store(gates + RW * BT, tl.where(b_beta > 0, b_r, 0.0))
-
-    # the inverse of I + M by recursive doubling: blocks of 2, 4, 8, 16 inside the four 16 x 16 blocks of the diagonal,
-    # then pairs of blocks; every step is a block substitution. A Neumann series would lose all digits for like keys
-    o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    b_M = gdn_key_products(k, beta, T, t, 0, 0, 16, 4, 16, H, K, PREC)
-    b_M = tl.where(o_r > o_c, b_M, 0.0)
-    X = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
-    for p in tl.static_range(1, 4):
-        b_L = tl.where((o_r >> (p + 1) == o_c >> (p + 1)) & (o_r >> p != o_c >> p), b_M, 0.0)
-        # 4 x (16, 16) x (16, 16), twice
-        X -= tl.dot(tl.dot(X, b_L, input_precision=PREC), X, input_precision=PREC)
-    X = gdn_merge(X, gdn_key_products(k, beta, T, t, 16, 0, 32, 2, 16, H, K, PREC), 2, 16, PREC)
-    X = gdn_merge(X, gdn_key_products(k, beta, T, t, 32, 0, 64, 1, 32, H, K, PREC), 1, 32, PREC)
 
     b_D = tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0))
     b_A = tl.reshape(X, (BT, BT)) * b_D * tl.maximum(b_beta, MIN_BETA)[None, :]
@@ -210,6 +214,7 @@ def gdn_fwd_kernel(q, k, v, A, gates, S0, o, U, h, S1, scale, T, NT, NS, H: tl.c
         g = gates + n.to(tl.int64) * (GATES * BT)
         b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
         b_A = A.load([n, 0, 0]).reshape(BT, BT)
+        b_d = tl.load(g + E * BT + BT - 1) # early: it is not pipelined
         b_e = tl.load(g + E * BT + o_i)
         b_h = b_S.to(b_k.dtype)
         # U^T = (v - e * (k S))^T A^T: (BV, K) x (K, BT), then (BV, BT) x (BT, BT)
@@ -232,7 +237,7 @@ def gdn_fwd_kernel(q, k, v, A, gates, S0, o, U, h, S1, scale, T, NT, NS, H: tl.c
             b_o = tl.dot(b_U.to(b_k.dtype), tl.trans(b_P.to(b_k.dtype)), b_o, input_precision=PREC)
             o.store([i_b, t, i_h * V + i_v], tl.trans(b_o).to(b_k.dtype).reshape(1, BT, BV))
         # S'^T = d S^T + (r * U)^T k: (BV, BT) x (BT, K)
-        b_S *= tl.load(g + E * BT + BT - 1)
+        b_S *= b_d
         b_S = tl.dot((b_U * tl.load(g + RW * BT + o_i)[None, :]).to(b_k.dtype), b_k, b_S, input_precision=PREC)
     tl.store(S1 + state, b_S)
 
@@ -289,6 +294,7 @@ def gdn_bwd_state_kernel(q, k, do, A, gates, dS1, dv, dh, dS0, scale, T, NT, NS,
         b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_A = A.load([n, 0, 0]).reshape(BT, BT)
+        b_d = tl.load(g + E * BT + BT - 1) # early: it is not pipelined
         b_e = tl.load(g + E * BT + o_i)
         b_dh = b_dS.to(b_k.dtype)
         # P = s D * (q k^T): (BT, K) x (K, BT)
@@ -304,46 +310,58 @@ def gdn_bwd_state_kernel(q, k, do, A, gates, dS1, dv, dh, dS0, scale, T, NT, NS,
         if OUT:
             dv.store([i_b, t, i_h * V + i_v], tl.trans(b_dv).to(b_k.dtype).reshape(1, BT, BV))
         # dS^T = d dS'^T + (s e * do)^T q - (e * dv)^T k: (BV, BT) x (BT, K), twice
-        b_dS *= tl.load(g + E * BT + BT - 1)
+        b_dS *= b_d
         b_dS = tl.dot((tl.trans(b_do) * (b_e * scale)[None, :]).to(b_k.dtype), b_q, b_dS, input_precision=PREC)
         b_dS = tl.dot((b_dv * -tl.load(g + EW * BT + o_i)[None, :]).to(b_k.dtype), b_k, b_dS, input_precision=PREC)
     tl.store(dS0 + state, b_dS)
 
 @triton.jit
 def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
-                        K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+                        K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
                         STAGES: tl.constexpr, PREC: tl.constexpr):
-    """Eqs. (8-11) of one chunk: first dq, with dP, then dk^T, (K, BT), and the gates. Grid (B * NT * H)."""
+    """Eqs. (8-11) of one chunk for BK channels of q and k, dk transposed. Every term of dg is a sum over channels: dg
+    (B, T, H, K / BK) takes each part's share. Grid (B * NT * H * K / BK)."""
     i = tl.program_id(0)
-    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
+    i_k, i_h, i_t, i_b = i % (K // BK), i // (K // BK) % H, i // (K // BK * H) % NT, i // (K // BK * H) // NT
     n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
     g = gates + n.to(tl.int64) * (GATES * BT)
     o_i = tl.arange(0, BT)
+    m_t = t + o_i < T
     m_d, m_l = o_i[:, None] == o_i[None, :], o_i[:, None] > o_i[None, :]
+    row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H, *) tensor
+    tile = row[:, None] * K + i_k * BK + tl.arange(0, BK)[None, :]
+    b_q = tl.load(q + tile, mask=m_t[:, None], other=0.0) # on their way while the loop runs
+    b_k = tl.load(k + tile, mask=m_t[:, None], other=0.0)
 
-    b_dq = tl.zeros([BT, K], dtype=tl.float32)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BK, BT], dtype=tl.float32)
+    b_ks = tl.zeros([BK, BT], dtype=tl.float32)
     b_dP = tl.zeros([BT, BT], dtype=tl.float32)
     b_Z = tl.zeros([BT, BT], dtype=tl.float32)
+    b_hh = tl.zeros([BV], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_U = U.load([n, 0, i_v]).reshape(BT, BV)
-        # do S^T: (BT, BV) x (BV, K);  do U^T, dv U^T: (BT, BV) x (BV, BT)
-        b_dq = tl.dot(b_do, h.load([n, i_v, 0]).reshape(BV, K), b_dq, input_precision=PREC)
+        b_h = h.load([n, i_v, i_k * BK]).reshape(BV, BK)
+        b_dh = dh.load([n, i_v, i_k * BK]).reshape(BV, BK)
+        # do S^T: (BT, BV) x (BV, BK);  do U^T, dv U^T: (BT, BV) x (BV, BT)
+        b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
         b_dP = tl.dot(b_do, tl.trans(b_U), b_dP, input_precision=PREC)
         b_Z = tl.dot(b_dv, tl.trans(b_U), b_Z, input_precision=PREC)
+        # S dv^T, dS' U^T: (BK, BV) x (BV, BT)
+        b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
+        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_U), b_ks, input_precision=PREC)
+        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
 
-    m_t = t + o_i < T
-    row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
-    b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
-    b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (tl.maximum(b_beta, MIN_BETA) * tl.maximum(b_beta, MIN_BETA))
-    tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
+    b_beta = tl.maximum(tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32), MIN_BETA)
+    b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
+    if i_k == 0:
+        tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
     b_D = gdn_decay(g, GW, BT)
     b_dP *= b_D * scale
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
-    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
-    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
-    # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of X adds to a row what it takes from the same column: left out, its
+    # q k^T, k k^T: (BT, BK) x (BK, BT). The diagonal of X adds to a row what it takes from the same column: left out, its
     # rounding would swamp dg where the gates are strong
     b_X = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
     b_X += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
@@ -351,42 +369,40 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, 
     b_dq *= (tl.load(g + E * BT + o_i) * scale)[:, None]
     b_a += tl.sum(b_q * b_dq, 1)
     b_dP, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
-    # dP k: (BT, BT) x (BT, K)
+    # dP k: (BT, BT) x (BT, BK)
     b_dq = tl.dot(b_dP, b_k, b_dq, input_precision=PREC)
-    dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
+    dq.store([i_b, t, i_h * K + i_k * BK], b_dq.to(b_k.dtype).reshape(1, BT, BK))
 
-    b_dk = tl.zeros([K, BT], dtype=tl.float32)
-    b_ks = tl.zeros([K, BT], dtype=tl.float32)
-    b_hh = tl.zeros([BV], dtype=tl.float32)
-    for i_v in tl.range(0, V, BV, num_stages=STAGES):
-        b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-        b_U = U.load([n, 0, i_v]).reshape(BT, BV)
-        b_h = h.load([n, i_v, 0]).reshape(BV, K)
-        b_dh = dh.load([n, i_v, 0]).reshape(BV, K)
-        # S dv^T and dS' U^T: (K, BV) x (BV, BT)
-        b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
-        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_U), b_ks, input_precision=PREC)
-        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
     b_kT = tl.trans(b_k)
     b_dk *= -tl.load(g + EW * BT + o_i)[None, :]
     b_ks *= tl.load(g + RW * BT + o_i)[None, :]
     b_a += tl.sum(b_kT * b_dk, 0)
     b_b = tl.sum(b_kT * b_ks, 0)
-    # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
+    # q^T dP, k^T dkk, k^T dkk^T: (BK, BT) x (BT, BT)
     b_dk = tl.dot(tl.trans(b_q), b_dP, b_dk + b_ks, input_precision=PREC)
     b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
     b_dk = tl.dot(b_kT, tl.trans(b_Z), b_dk, input_precision=PREC)
-    dk.store([i_b, t, i_h * K], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, K))
+    dk.store([i_b, t, i_h * K + i_k * BK], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, BK))
     # dg_t: a from t on, b before t. The sum over all tokens less what follows would cancel
     b_dg = tl.sum(tl.where(o_i[None, :] >= o_i[:, None], b_a[None, :], b_b[None, :]), 1)
     b_dg += tl.load(g + E * BT + BT - 1) * tl.sum(b_hh, 0)
-    tl.store(dg + row, b_dg, mask=m_t)
+    tl.store(dg + row * (K // BK) + i_k, b_dg, mask=m_t)
+
+@triton.jit
+def gdn_bwd_finish_kernel(dg_parts, beta, dg, dv, T, NT, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                          PARTS: tl.constexpr):
+    """dg, the sum of its parts, and dv = 0 where beta is 0: until here its scaled gradient served dbeta. Grid (B * NT * H)."""
+    i = tl.program_id(0)
+    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
+    t = i_t * BT + tl.arange(0, BT)
+    m_t = t < T
+    row = (i_b.to(tl.int64) * T + t) * H + i_h # of a (B, T, H, *) tensor
+    b_dg = tl.load(dg_parts + row[:, None] * PARTS + tl.arange(0, PARTS)[None, :], mask=m_t[:, None], other=0.0)
+    tl.store(dg + row, tl.sum(b_dg, 1), mask=m_t)
     b_beta = tl.load(beta + row, mask=m_t, other=1.0)
-    if tl.min(b_beta, 0) <= 0: # v gets nothing where beta is 0; until here its scaled gradient served dbeta
-        for i_v in range(0, V, BV):
-            b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-            b_dv = tl.where((b_beta > 0)[:, None], b_dv, 0.0).to(b_dv.dtype)
-            dv.store([i_b, t, i_h * V + i_v], b_dv.reshape(1, BT, BV))
+    if tl.min(b_beta, 0) <= 0:
+        b_zero = tl.zeros([BT, V], dtype=dv.dtype.element_ty)
+        tl.store(dv + row[:, None] * V + tl.arange(0, V)[None, :], b_zero, mask=(b_beta <= 0)[:, None])
 
 # one token
 
@@ -426,9 +442,7 @@ def gdn_sweep_settings(dtype, K, V):
     return dict(BV=min(V, 32), STAGES=1, num_warps=4)
 
 def gdn_grad_settings(dtype, K, V):
-    if dtype == torch.bfloat16:
-        return dict(BV=min(V, 64), STAGES=2, num_warps=4 if K <= 128 else 8)
-    return dict(BV=min(V, 32), STAGES=1, num_warps=8)
+    return dict(BK=min(K, 64), BV=min(V, 32), STAGES=3 if dtype == torch.bfloat16 else 1, num_warps=4)
 
 def precision(dtype):
     """Of the products: exact to fp32 for fp32 tensors; bf16 operands have one way only."""
@@ -506,11 +520,12 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
             sweep(leaving, part, OUT=True)
             dS0.copy_(part[:, :, 0])
         settings = gdn_grad_settings(q.dtype, K, V)
-        BV = settings["BV"]
-        gdn_bwd_grad_kernel[(B * NT * H,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K), chunks(dh, BV, K),
-            gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT,
-            PREC=PREC, **settings)
+        BK, BV = settings["BK"], settings["BV"]
+        dg_parts = dg.new_empty(B, T, H, K // BK)
+        gdn_bwd_grad_kernel[(B * NT * H * K // BK,)](
+            q, k, tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, BK), chunks(dh, BV, BK), gates, beta,
+            tiles(dq, BT, BK), tiles(dk, BT, BK), dg_parts, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+        gdn_bwd_finish_kernel[(B * NT * H,)](dg_parts, beta, dg, dv, T, NT, H=H, V=V, BT=BT, PARTS=K // BK, num_warps=1)
     return outputs
 
 @gdn_bwd.register_fake
