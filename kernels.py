@@ -109,7 +109,7 @@ MIN_BETA = tl.constexpr(1e-14) # its square, which divides dbeta, is still far f
 GATES, G, E, R, GW, EW, RW = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5)) # rows of `gates`; *W for what a token writes: none at beta 0
 
 # launch settings
-SOLVE = dict(num_warps=4)
+SOLVE = dict(num_warps=2)
 
 # forward
 
