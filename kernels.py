@@ -57,6 +57,8 @@ def widen(x):
 def tiles(x, rows, cols):
     """Descriptor of `rows` x `cols` tiles of x (B, T, H, D), indexed [b, t, h * D + d]; the bound cuts a ragged T."""
     B, T, H, D = x.shape
+    if x.data_ptr() % 16: # an input that begins inside of another tensor; TMA wants 16 bytes
+        x = x.clone()
     return TensorDescriptor(x, [B, T, H * D], [T * H * D, H * D, 1], [1, rows, cols])
 
 # ----------------------------------------------------------------------------------------------------------------------
