@@ -141,7 +141,19 @@ def gdn_merge(X, M, NB: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
     return tl.reshape(tl.permute(X, (0, 3, 1, 4, 2)), (NB, 2 * BS, 2 * BS))
 
 @triton.jit
-def gdn_solve_kernel(k, g, beta, seg, A, gates, T, NT, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+def gdn_dot_split(a, b, DTYPE: tl.constexpr, PREC: tl.constexpr):
+    """a b in fp32, for sums that cancel: what is not of type DTYPE is taken as the sum of two numbers that are."""
+    if DTYPE == tl.float32:
+        return tl.dot(a, b, input_precision=PREC)
+    b_hi = b.to(DTYPE)
+    a_hi = a.to(DTYPE)
+    b_c = tl.dot(a_hi, (b - b_hi.to(tl.float32)).to(DTYPE))
+    if a.dtype == tl.float32:
+        b_c = tl.dot((a - a_hi.to(tl.float32)).to(DTYPE), b_hi, b_c)
+    return tl.dot(a_hi, b_hi, b_c)
+
+@triton.jit
+def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
                      PREC: tl.constexpr):
     """Eq. (2): A, and the gates of the sweeps. Grid (B * NT * H)."""
     i = tl.program_id(0).to(tl.int64)
@@ -150,6 +162,7 @@ def gdn_solve_kernel(k, g, beta, seg, A, gates, T, NT, H: tl.constexpr, K: tl.co
     t = i_t * BT
     g += i_b * T * H + i_h
     beta += i_b * T * H + i_h
+    q += (i_b * T * H + i_h) * K
     k += (i_b * T * H + i_h) * K
     o_i = tl.arange(0, BT)
     m_t = t + o_i < T
@@ -160,6 +173,9 @@ def gdn_solve_kernel(k, g, beta, seg, A, gates, T, NT, H: tl.constexpr, K: tl.co
         b_g = tl.where(m_t & (t + o_i > 0) & (tl.load(seg, mask=m_t, other=0) != tl.load(seg - 1, mask=m_t & (t + o_i > 0), other=0)),
                        RESET, b_g)
     b_beta = tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32)
+    tile = (t + o_i)[:, None] * (H * K) + tl.arange(0, K)[None, :]
+    b_q = tl.load(q + tile, mask=m_t[:, None], other=0.0)
+    b_k = tl.load(k + tile, mask=m_t[:, None], other=0.0)
     # all loads first. M in the blocks that are inverted, then below the pairs of 16, then below the pair of 32
     b_M = gdn_key_products(k, beta, T, t, 0, 0, 16, 4, 16, H, K, PREC)
     b_M32 = gdn_key_products(k, beta, T, t, 16, 0, 32, 2, 16, H, K, PREC)
@@ -169,13 +185,13 @@ def gdn_solve_kernel(k, g, beta, seg, A, gates, T, NT, H: tl.constexpr, K: tl.co
     # then pairs of blocks; every step is a block substitution. A Neumann series would lose all digits for like keys
     o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     b_M = tl.where(o_r > o_c, b_M, 0.0)
-    X = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
+    b_X = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
     for p in tl.static_range(1, 4):
         b_L = tl.where((o_r >> (p + 1) == o_c >> (p + 1)) & (o_r >> p != o_c >> p), b_M, 0.0)
         # 4 x (16, 16) x (16, 16), twice
-        X -= tl.dot(tl.dot(X, b_L, input_precision=PREC), X, input_precision=PREC)
-    X = gdn_merge(X, b_M32, 2, 16, PREC)
-    X = gdn_merge(X, b_M64, 1, 32, PREC)
+        b_X -= tl.dot(tl.dot(b_X, b_L, input_precision=PREC), b_X, input_precision=PREC)
+    b_X = gdn_merge(b_X, b_M32, 2, 16, PREC)
+    b_X = gdn_merge(b_X, b_M64, 1, 32, PREC)
 
     b_G2 = tl.cumsum(b_g, 0)
     b_e = tl.exp2(b_G2)
@@ -189,12 +205,33 @@ def gdn_solve_kernel(k, g, beta, seg, A, gates, T, NT, H: tl.constexpr, K: tl.co
     tl.store(gates + RW * BT, tl.where(b_beta > 0, b_r, 0.0))
 
     b_D = tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0))
-    b_A = tl.reshape(X, (BT, BT)) * b_D * tl.maximum(b_beta, MIN_BETA)[None, :]
-    b_A = tl.where(o_i[:, None] >= o_i[None, :], b_A, 0.0)
-    tl.store(A + n * (BT * BT) + o_i[:, None] * BT + o_i[None, :], b_A.to(A.dtype.element_ty))
+    b_beta = tl.maximum(b_beta, MIN_BETA)
+    b_D *= b_beta[None, :] # 0 above the diagonal comes from the inverse
+    b_A = tl.reshape(b_X, (BT, BT))
+    chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
+    tl.store(A + chunk, (b_A * b_D).to(A.dtype.element_ty))
+    # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
+    b_P = tl.where(o_i[:, None] >= o_i[None, :], tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
+    tl.store(Y + chunk, (gdn_dot_split(b_P, b_A, b_k.dtype, PREC) * b_D * scale).to(Y.dtype.element_ty))
+    # k^T times the inverse: (K, BT) x (BT, BT)
+    b_X = gdn_dot_split(tl.trans(b_k), b_A, b_k.dtype, PREC) * (b_beta * b_r)[None, :]
+    tl.store(X + n * (K * BT) + tl.arange(0, K)[:, None] * BT + o_i[None, :], b_X.to(X.dtype.element_ty))
 
 @triton.jit
-def gdn_fwd_kernel(q, k, v, A, gates, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+def gdn_rows(x, i_b, i_h, t, T, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr):
+    """Rows t + [0, BT) of x (B, T, H, D), zero outside of [0, T)."""
+    o_t = t + tl.arange(0, BT)
+    x += ((i_b.to(tl.int64) * T + o_t) * H + i_h)[:, None] * D + tl.arange(0, D)[None, :]
+    return tl.load(x, mask=((o_t >= 0) & (o_t < T))[:, None], other=0.0)
+
+@triton.jit
+def gdn_square(x, n, BT: tl.constexpr):
+    """Matrix n of x (chunks, BT, BT)."""
+    o_i = tl.arange(0, BT)
+    return tl.load(x + n.to(tl.int64) * (BT * BT) + o_i[:, None] * BT + o_i[None, :])
+
+@triton.jit
+def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr,
                    PHI: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (3-5), forward over one of NS segments from S0 to S1 (B, H, NS, V, K); o if OUT, U and h if SAVE.
@@ -213,36 +250,40 @@ def gdn_fwd_kernel(q, k, v, A, gates, S0, o, U, h, S1, scale, T, NT, NS, H: tl.c
         b_S = tl.load(S0 + state)
 
     LS = tl.cdiv(NT, NS) # chunks a segment
-    for i_t in tl.range(i_s * LS, tl.minimum(i_s * LS + LS, NT), num_stages=STAGES):
+    first, end = i_s * LS, tl.minimum(i_s * LS + LS, NT)
+    # q and A are fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
+    if OUT:
+        b_q = gdn_rows(q, i_b, i_h, first * BT, T, H, K, BT)
+    if SAVE:
+        b_A = gdn_square(A, i_bh * NT + first, BT)
+    for i_t in tl.range(first, end, num_stages=STAGES):
         n, t = i_bh * NT + i_t, i_t * BT
-        g = gates + n.to(tl.int64) * (GATES * BT)
+        e = gates + n.to(tl.int64) * (GATES * BT) + E * BT
+        b_d = tl.load(e + BT - 1) # early: it is not pipelined
         b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
-        b_A = A.load([n, 0, 0]).reshape(BT, BT)
-        b_d = tl.load(g + E * BT + BT - 1) # early: it is not pipelined
-        b_e = tl.load(g + E * BT + o_i)
+        b_X = X.load([n, 0, 0]).reshape(K, BT)
+        b_e = tl.load(e + o_i)
         b_h = b_S.to(b_k.dtype)
-        # U^T = (v - e * (k S))^T A^T: (BV, K) x (K, BT), then (BV, BT) x (BT, BT)
-        b_ks = tl.dot(b_h, tl.trans(b_k), input_precision=PREC)
+        # W^T = (v - e * (k S))^T: (BV, K) x (K, BT)
+        b_w = tl.dot(b_h, tl.trans(b_k), input_precision=PREC) * -b_e[None, :]
         if SAVE:
             h.store([n, i_v, 0], b_h.reshape(1, BV, K))
-        b_U = tl.dot((b_ks * -b_e[None, :]).to(b_k.dtype), tl.trans(b_A), input_precision=PREC)
         if not PHI:
-            b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-            b_U = tl.dot(tl.trans(b_v), tl.trans(b_A), b_U, input_precision=PREC)
+            b_w += tl.trans(v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV))
+        b_w = b_w.to(b_k.dtype)
         if OUT:
-            # P = s D * (q k^T): (BT, K) x (K, BT)
-            b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
-            b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-            b_P *= gdn_decay(g, GW, BT) * scale
-            if SAVE:
-                U.store([n, 0, i_v], tl.trans(b_U).to(b_k.dtype).reshape(1, BT, BV))
-            # o^T = s e * (q S)^T + U^T P^T: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
+            # o^T = s e * (q S)^T + W^T Y^T: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=PREC) * (b_e * scale)[None, :]
-            b_o = tl.dot(b_U.to(b_k.dtype), tl.trans(b_P.to(b_k.dtype)), b_o, input_precision=PREC)
+            b_q = gdn_rows(q, i_b, i_h, t + BT, T, H, K, BT)
+            b_o = tl.dot(b_w, tl.trans(Y.load([n, 0, 0]).reshape(BT, BT)), b_o, input_precision=PREC)
             o.store([i_b, t, i_h * V + i_v], tl.trans(b_o).to(b_k.dtype).reshape(1, BT, BV))
-        # S'^T = d S^T + (r * U)^T k: (BV, BT) x (BT, K)
-        b_S *= b_d
-        b_S = tl.dot((b_U * tl.load(g + RW * BT + o_i)[None, :]).to(b_k.dtype), b_k, b_S, input_precision=PREC)
+        # S'^T = d S^T + W^T X: (BV, BT) x (BT, K)
+        b_S = tl.dot(b_w, tl.trans(b_X), b_S * b_d, input_precision=PREC)
+        if SAVE:
+            # U^T = W^T A^T: (BV, BT) x (BT, BT)
+            b_U = tl.dot(b_w, tl.trans(b_A), input_precision=PREC)
+            b_A = gdn_square(A, i_bh * NT + tl.minimum(i_t + 1, NT - 1), BT)
+            U.store([n, 0, i_v], tl.trans(b_U).to(b_k.dtype).reshape(1, BT, BV))
     tl.store(S1 + state, b_S)
 
 @triton.jit
@@ -272,7 +313,7 @@ def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.
 # backward
 
 @triton.jit
-def gdn_bwd_state_kernel(q, k, do, A, gates, dS1, dv, dh, dS0, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                          V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr,
                          STAGES: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (6, 7), backward over one of NS segments from dS1 to dS0 (B, H, NS, V, K); dv and dh if OUT.
@@ -290,120 +331,118 @@ def gdn_bwd_state_kernel(q, k, do, A, gates, dS1, dv, dh, dS0, scale, T, NT, NS,
 
     LS = tl.cdiv(NT, NS) # chunks a segment
     first, last = i_s * LS, tl.minimum(i_s * LS + LS, NT)
+    # q and Y are fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
+    b_q = gdn_rows(q, i_b, i_h, (last - 1) * BT, T, H, K, BT)
+    b_Y = gdn_square(Y, i_bh * NT + last - 1, BT)
     for i_r in tl.range(0, last - first, num_stages=STAGES):
         i_t = last - 1 - i_r
         n, t = i_bh * NT + i_t, i_t * BT
-        g = gates + n.to(tl.int64) * (GATES * BT)
-        b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
-        b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+        e = gates + n.to(tl.int64) * (GATES * BT) + E * BT
+        b_d = tl.load(e + BT - 1) # early: it is not pipelined
+        b_X = X.load([n, 0, 0]).reshape(K, BT)
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-        b_A = A.load([n, 0, 0]).reshape(BT, BT)
-        b_d = tl.load(g + E * BT + BT - 1) # early: it is not pipelined
-        b_e = tl.load(g + E * BT + o_i)
+        b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+        b_e = tl.load(e + o_i)
         b_dh = b_dS.to(b_k.dtype)
-        # P = s D * (q k^T): (BT, K) x (K, BT)
-        b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
-        b_P *= gdn_decay(g, G, BT) * scale
+        # dv^T = do^T Y + dS'^T X^T: (BV, BT) x (BT, BT), (BV, K) x (K, BT)
+        b_dv = tl.dot(b_dh, b_X, input_precision=PREC)
         if OUT:
             dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
-        # dU^T = r * (k dS')^T + do^T P: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
-        b_dU = tl.dot(b_dh, tl.trans(b_k), input_precision=PREC) * tl.load(g + R * BT + o_i)[None, :]
-        b_dU = tl.dot(tl.trans(b_do), b_P.to(b_k.dtype), b_dU, input_precision=PREC)
-        # dv^T = dU^T A: (BV, BT) x (BT, BT)
-        b_dv = tl.dot(b_dU.to(b_k.dtype), b_A, input_precision=PREC)
+        b_dv = tl.dot(tl.trans(b_do), b_Y, b_dv, input_precision=PREC)
+        b_Y = gdn_square(Y, i_bh * NT + tl.maximum(i_t - 1, 0), BT)
+        # dS^T = d dS'^T + (s e * do)^T q - (e * dv)^T k: (BV, BT) x (BT, K), twice
+        b_dS = tl.dot((tl.trans(b_do) * (b_e * scale)[None, :]).to(b_k.dtype), b_q, b_dS * b_d, input_precision=PREC)
+        b_q = gdn_rows(q, i_b, i_h, t - BT, T, H, K, BT)
         if OUT:
             dv.store([i_b, t, i_h * V + i_v], tl.trans(b_dv).to(b_k.dtype).reshape(1, BT, BV))
-        # dS^T = d dS'^T + (s e * do)^T q - (e * dv)^T k: (BV, BT) x (BT, K), twice
-        b_dS *= b_d
-        b_dS = tl.dot((tl.trans(b_do) * (b_e * scale)[None, :]).to(b_k.dtype), b_q, b_dS, input_precision=PREC)
-        b_dS = tl.dot((b_dv * -tl.load(g + EW * BT + o_i)[None, :]).to(b_k.dtype), b_k, b_dS, input_precision=PREC)
+        b_dS = tl.dot((b_dv * -b_e[None, :]).to(b_k.dtype), b_k, b_dS, input_precision=PREC)
     tl.store(dS0 + state, b_dS)
 
 @triton.jit
 def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
-                        K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                        STAGES: tl.constexpr, PREC: tl.constexpr):
-    """Eqs. (8-11) of one chunk for BK channels of q and k, dk transposed. Every term of dg is a sum over channels: dg
-    (B, T, H, K / BK) takes each part's share. Grid (B * NT * H * K / BK)."""
+                        K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+                        PREC: tl.constexpr):
+    """Eqs. (8-11) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
     i = tl.program_id(0)
-    i_k, i_h, i_t, i_b = i % (K // BK), i // (K // BK) % H, i // (K // BK * H) % NT, i // (K // BK * H) // NT
+    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
     n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
     g = gates + n.to(tl.int64) * (GATES * BT)
     o_i = tl.arange(0, BT)
     m_t = t + o_i < T
     m_d, m_l = o_i[:, None] == o_i[None, :], o_i[:, None] > o_i[None, :]
     row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H, *) tensor
-    tile = row[:, None] * K + i_k * BK + tl.arange(0, BK)[None, :]
-    b_q = tl.load(q + tile, mask=m_t[:, None], other=0.0) # on their way while the loop runs
-    b_k = tl.load(k + tile, mask=m_t[:, None], other=0.0)
+    tile = row[:, None] * K + tl.arange(0, K)[None, :]
+    # small loads first, they are on their way while the loop runs
+    b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
+    b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
 
-    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
-    b_dk = tl.zeros([BK, BT], dtype=tl.float32)
-    b_ks = tl.zeros([BK, BT], dtype=tl.float32)
+    b_dq = tl.zeros([BT, K], dtype=tl.float32)
     b_dP = tl.zeros([BT, BT], dtype=tl.float32)
     b_Z = tl.zeros([BT, BT], dtype=tl.float32)
-    b_hh = tl.zeros([BV], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_U = U.load([n, 0, i_v]).reshape(BT, BV)
-        b_h = h.load([n, i_v, i_k * BK]).reshape(BV, BK)
-        b_dh = dh.load([n, i_v, i_k * BK]).reshape(BV, BK)
-        # do S^T: (BT, BV) x (BV, BK);  do U^T, dv U^T: (BT, BV) x (BV, BT)
-        b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
+        # do S^T: (BT, BV) x (BV, K);  do U^T, dv U^T: (BT, BV) x (BV, BT)
+        b_dq = tl.dot(b_do, h.load([n, i_v, 0]).reshape(BV, K), b_dq, input_precision=PREC)
         b_dP = tl.dot(b_do, tl.trans(b_U), b_dP, input_precision=PREC)
         b_Z = tl.dot(b_dv, tl.trans(b_U), b_Z, input_precision=PREC)
-        # S dv^T, dS' U^T: (BK, BV) x (BV, BT)
-        b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
-        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_U), b_ks, input_precision=PREC)
-        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
 
-    b_beta = tl.maximum(tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32), MIN_BETA)
+    b_q = tl.load(q + tile, mask=m_t[:, None], other=0.0)
+    b_k = tl.load(k + tile, mask=m_t[:, None], other=0.0)
+    b_beta = tl.maximum(b_beta, MIN_BETA)
     b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
-    if i_k == 0:
-        tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
-    b_D = gdn_decay(g, GW, BT)
-    b_dP *= b_D * scale
+    tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
+    b_D = tl.exp2(tl.minimum(b_G[:, None] - b_GW[None, :], 0.0))
+    b_dP = tl.where(m_d | m_l, b_dP * b_D * scale, 0.0)
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
-    # q k^T, k k^T: (BT, BK) x (BK, BT). The diagonal of X adds to a row what it takes from the same column: left out, its
+    # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of X adds to a row what it takes from the same column: left out, its
     # rounding would swamp dg where the gates are strong
     b_X = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
     b_X += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     b_a = tl.sum(b_X, 1) - tl.sum(b_X, 0)
-    b_dq *= (tl.load(g + E * BT + o_i) * scale)[:, None]
+    b_dq *= (b_E * scale)[:, None]
     b_a += tl.sum(b_q * b_dq, 1)
-    b_dP, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
-    # dP k: (BT, BT) x (BT, BK)
-    b_dq = tl.dot(b_dP, b_k, b_dq, input_precision=PREC)
-    dq.store([i_b, t, i_h * K + i_k * BK], b_dq.to(b_k.dtype).reshape(1, BT, BK))
+    # dP k: (BT, BT) x (BT, K)
+    b_dPh, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
+    b_dq = tl.dot(b_dPh, b_k, b_dq, input_precision=PREC)
+    tl.store(dq + tile, b_dq.to(b_k.dtype), mask=m_t[:, None])
 
+    b_dk = tl.zeros([K, BT], dtype=tl.float32)
+    b_ks = tl.zeros([K, BT], dtype=tl.float32)
+    b_hh = tl.zeros([BV], dtype=tl.float32)
+    b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_U = U.load([n, 0, i_v]).reshape(BT, BV)
+        b_h = h.load([n, i_v, 0]).reshape(BV, K)
+        b_dh = dh.load([n, i_v, 0]).reshape(BV, K)
+        # S dv^T, dS' U^T: (K, BV) x (BV, BT)
+        b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
+        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_U), b_ks, input_precision=PREC)
+        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
     b_kT = tl.trans(b_k)
-    b_dk *= -tl.load(g + EW * BT + o_i)[None, :]
-    b_ks *= tl.load(g + RW * BT + o_i)[None, :]
+    b_dk *= -b_EW[None, :]
+    b_ks *= b_RW[None, :]
     b_a += tl.sum(b_kT * b_dk, 0)
     b_b = tl.sum(b_kT * b_ks, 0)
-    # q^T dP, k^T dkk, k^T dkk^T: (BK, BT) x (BT, BT)
-    b_dk = tl.dot(tl.trans(b_q), b_dP, b_dk + b_ks, input_precision=PREC)
+    # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
+    b_dk = tl.dot(tl.trans(b_q), b_dPh, b_dk + b_ks, input_precision=PREC)
     b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
     b_dk = tl.dot(b_kT, tl.trans(b_Z), b_dk, input_precision=PREC)
-    dk.store([i_b, t, i_h * K + i_k * BK], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, BK))
+    tl.store(dk + tile, tl.trans(b_dk).to(b_k.dtype), mask=m_t[:, None])
     # dg_t: a from t on, b before t. The sum over all tokens less what follows would cancel
     b_dg = tl.sum(tl.where(o_i[None, :] >= o_i[:, None], b_a[None, :], b_b[None, :]), 1)
-    b_dg += tl.load(g + E * BT + BT - 1) * tl.sum(b_hh, 0)
-    tl.store(dg + row * (K // BK) + i_k, b_dg, mask=m_t)
+    tl.store(dg + row, b_dg + b_d * tl.sum(b_hh, 0), mask=m_t)
 
 @triton.jit
-def gdn_bwd_finish_kernel(dg_parts, beta, dg, dv, T, NT, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-                          PARTS: tl.constexpr):
-    """dg, the sum of its parts, and dv = 0 where beta is 0: until here its scaled gradient served dbeta. Grid (B * NT * H)."""
+def gdn_bwd_finish_kernel(beta, dv, T, NT, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
+    """dv = 0 where beta is 0: until here its scaled gradient served dbeta. Grid (B * NT * H)."""
     i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
     t = i_t * BT + tl.arange(0, BT)
-    m_t = t < T
     row = (i_b.to(tl.int64) * T + t) * H + i_h # of a (B, T, H, *) tensor
-    b_dg = tl.load(dg_parts + row[:, None] * PARTS + tl.arange(0, PARTS)[None, :], mask=m_t[:, None], other=0.0)
-    tl.store(dg + row, tl.sum(b_dg, 1), mask=m_t)
-    b_beta = tl.load(beta + row, mask=m_t, other=1.0)
+    b_beta = tl.load(beta + row, mask=t < T, other=1.0)
     if tl.min(b_beta, 0) <= 0:
         b_zero = tl.zeros([BT, V], dtype=dv.dtype.element_ty)
         tl.store(dv + row[:, None] * V + tl.arange(0, V)[None, :], b_zero, mask=(b_beta <= 0)[:, None])
@@ -446,7 +485,9 @@ def gdn_sweep_settings(dtype, K, V):
     return dict(BV=min(V, 32), STAGES=1, num_warps=4)
 
 def gdn_grad_settings(dtype, K, V):
-    return dict(BK=min(K, 64), BV=min(V, 32), STAGES=3 if dtype == torch.bfloat16 else 1, num_warps=4)
+    if dtype == torch.bfloat16:
+        return dict(BV=min(V, 32), STAGES=3, num_warps=4 if K <= 128 else 8)
+    return dict(BV=min(V, 32), STAGES=1, num_warps=8)
 
 def precision(dtype):
     """Of the products: exact to fp32 for fp32 tensors; bf16 operands have one way only."""
@@ -454,23 +495,24 @@ def precision(dtype):
 
 @torch.library.custom_op("kernels::gdn_fwd", mutates_args=())
 def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Optional[Tensor], seg: Optional[Tensor],
-            scale: float, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+            scale: float, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o, the final state (B, H, V, K), and for backward A, gates, U, h and the transitions phi^T (B, H, NS, K, K)."""
-    o, S1, A, gates, U, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
+    o, S1, X, Y, gates, U, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
     B, T, H, K = q.shape
-    V, NT, NS, PREC = v.shape[-1], A.shape[2], phi.shape[2], precision(q.dtype)
+    V, NT, NS, PREC = v.shape[-1], Y.shape[2], phi.shape[2], precision(q.dtype)
     chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
 
+    A = torch.empty_like(Y)
     def sweep(S0, S1, V, OUT=False, PHI=False):
         settings = gdn_sweep_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), chunks(A, BT, BT), gates, S0, tiles(o, BT, BV),
+            q, tiles(k, BT, K), tiles(v, BT, BV), A, chunks(X, K, BT), chunks(Y, BT, BT), gates, S0, tiles(o, BT, BV),
             chunks(U, BT, BV) if save else None, chunks(h, BV, K) if save else None, S1, scale, T, NT, NS, H=H, K=K, V=V, BT=BT,
             OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
-        gdn_solve_kernel[(B * NT * H,)](k, g, beta, seg, A, gates, T, NT, H=H, K=K, BT=BT, PREC=PREC, **SOLVE)
+        gdn_solve_kernel[(B * NT * H,)](q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H=H, K=K, BT=BT, PREC=PREC, **SOLVE)
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
         else:
@@ -486,7 +528,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     NS = gdn_segments(B * H * (V // gdn_sweep_settings(q.dtype, K, V)["BV"]), NT, q.device)
-    return (torch.empty_like(v), g.new_empty(B, H, V, K), q.new_empty(B, H, NT, BT, BT), g.new_empty(B, H, NT, GATES, BT),
+    return (torch.empty_like(v), g.new_empty(B, H, V, K), q.new_empty(B, H, NT, K, BT), q.new_empty(B, H, NT, BT, BT), g.new_empty(B, H, NT, GATES, BT),
             q.new_empty(B, H, NT, BT, V) if save else q.new_empty(0), q.new_empty(B, H, NT, V, K) if save else q.new_empty(0),
             g.new_empty(B, H, NS, K, K if NS > 1 else 0))
 
@@ -495,13 +537,13 @@ def gdn_fold(part, phi, S0, X, BACK=False):
     gdn_fold_kernel[(B * H * V // 16,)](part, phi, S0, X, NS, K=K, V=V, BV=16, BK=min(K, 64), BACK=BACK, num_warps=4)
 
 @torch.library.custom_op("kernels::gdn_bwd", mutates_args=())
-def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, beta: Tensor, A: Tensor,
+def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, beta: Tensor, X: Tensor, Y: Tensor,
             gates: Tensor, U: Tensor, h: Tensor, phi: Tensor, scale: float) \
             -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dbeta and the initial state's gradient (B, H, V, K)."""
-    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, beta, A, gates, U, h, phi, scale)
+    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, beta, X, Y, gates, U, h, phi, scale)
     (B, T, H, K), V = q.shape, U.shape[4]
-    NT, NS, PREC = A.shape[2], phi.shape[2], precision(q.dtype)
+    NT, NS, PREC = Y.shape[2], phi.shape[2], precision(q.dtype)
     do = torch.zeros_like(dv) if do is None else do.contiguous()
     dS1 = None if dS1 is None else dS1.contiguous()
     dh = torch.empty_like(h)
@@ -511,7 +553,7 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_sweep_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), chunks(A, BT, BT), gates, dS1, tiles(dv, BT, BV), chunks(dh, BV, K),
+            q, tiles(k, BT, K), tiles(do, BT, BV), chunks(X, K, BT), Y, gates, dS1, tiles(dv, BT, BV), chunks(dh, BV, K),
             dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
@@ -524,16 +566,15 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
             sweep(leaving, part, OUT=True)
             dS0.copy_(part[:, :, 0])
         settings = gdn_grad_settings(q.dtype, K, V)
-        BK, BV = settings["BK"], settings["BV"]
-        dg_parts = dg.new_empty(B, T, H, K // BK)
-        gdn_bwd_grad_kernel[(B * NT * H * K // BK,)](
-            q, k, tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, BK), chunks(dh, BV, BK), gates, beta,
-            tiles(dq, BT, BK), tiles(dk, BT, BK), dg_parts, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
-        gdn_bwd_finish_kernel[(B * NT * H,)](dg_parts, beta, dg, dv, T, NT, H=H, V=V, BT=BT, PARTS=K // BK, num_warps=1)
+        BV = settings["BV"]
+        gdn_bwd_grad_kernel[(B * NT * H,)](
+            q, k, tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K), chunks(dh, BV, K), gates, beta,
+            dq, dk, dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+        gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
     return outputs
 
 @gdn_bwd.register_fake
-def gdn_bwd_outputs(do, dS1, q, k, beta, A, gates, U, h, phi, scale):
+def gdn_bwd_outputs(do, dS1, q, k, beta, X, Y, gates, U, h, phi, scale):
     (B, T, H, K), V = q.shape, U.shape[4]
     return (torch.empty_like(q), torch.empty_like(k), q.new_empty(B, T, H, V), gates.new_empty(B, T, H), torch.empty_like(beta),
             gates.new_empty(B, H, V, K))
