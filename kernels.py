@@ -67,60 +67,54 @@ def tiles(x, rows, cols):
 # ----------------------------------------------------------------------------------------------------------------------
 # the gated delta rule
 #
-# S_t = e^{g_t} S_{t-1} + beta_t k_t u_t^T,  u_t = v_t - e^{g_t} S_{t-1}^T k_t,  o_t = s S_t^T q_t             (1)
+# S_t = e^{g_t} S_{t-1} + beta_t k_t u_t^T,  u_t = v_t - e^{g_t} S_{t-1}^T k_t,  o_t = s S_t^T q_t  (1)
 # S is (K, V); g <= 0 and beta are one number per token and head, s the scale, k of unit norm.
 #
 # Split T into chunks of BT. Inside one, G_i = g_1 + ... + g_i, D_ij = e^{G_i - G_j} for j <= i and 0 above the
-# diagonal, e_i = e^{G_i}, r_i = e^{G_last - G_i}, d = e^{G_last}; S is the state on entry, U holds the rows beta_i u_i. Then
-#   A  = D * (I + strict_lower(beta_i k_i k_j))^{-1} * beta_j      gates outside the inverse: (D * M)^-1 = D * M^-1   (2)
-#   U  = A (v - e * (k S))                                                                                     (3)
-#   o  = s e * (q S) + P U,        P = s D * (q k^T)                                                           (4)
-#   S' = d S + k^T (r * U)                                                                                     (5)
-# and backward, with dS' the gradient of the state that leaves the chunk,
-#   dU = P^T do + r * (k dS'),     dv = A^T dU                                                                 (6)
-#   dS = d dS' + q^T (s e * do) - k^T (e * dv)                                                                 (7)
-#   dP = s D * (do U^T),   Z = dv U^T,   dkk = -strict_lower(D * Z),   dbeta_i = Z_ii / beta_i^2               (8)
-#   dq = s e * (do S^T) + dP k                                                                                 (9)
-#   dk = -e * (dv S^T) + r * (U dS'^T) + dP^T q + (dkk + dkk^T) k                                             (10)
-#   a_i = q_i (s e * do S^T)_i - k_i (e * dv S^T)_i + row_i(X) - column_i(X),   X = dP * (q k^T) + dkk * (k k^T)
-#   b_j = k_j (r * U dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>                     (11)
-# Since (I + M) U = beta (v - e * (k S)), backward needs neither v nor the inverse's own gradient. dg is summed inside the
-# chunk only: a sum over the whole sequence costs ten times the error. beta is taken as max(beta, 1e-14): the function changes
-# by no more than that, U and dv keep their relative accuracy, and dbeta is right at 0. No exponent is positive, so nothing overflows.
-# A segment's first token takes the log2 gate RESET, for which exp2 is 0 in fp32: so D between segments, e behind a boundary, r before
-# one and d across one are exactly 0, and no kernel after the first knows of segments. d is e of the last row.
+# diagonal, e_i = e^{G_i}, r_i = e^{G_last - G_i}, d = e^{G_last}; S is the state on entry, U the rows beta_i u_i. With
+#   N = (I + strict_lower(beta_i k_i k_j))^{-1}     without gates: (I + D * M)^{-1} = D * (I + M)^{-1}  (2)
+#   A_ij = D_ij N_ij beta_j,   X = A^T (r * k),   Y = P A,   P = s D * (q k^T)  (3)
+# a chunk is, W being v less what the state on entry already answers to k,
+#   W = v - e * (k S),   o = s e * (q S) + Y W,   S' = d S + X^T W,   U = A W  (4)
+# and backward, with dS' the gradient of the state that leaves it,
+#   dv = Y^T do + X dS',   dS = d dS' + q^T (s e * do) - k^T (e * dv)  (5)
+#   dP = s D * (do U^T),   Z = dv U^T,   dkk = -strict_lower(D * Z),   dbeta_i = Z_ii / beta_i^2  (6)
+#   dq = s e * (do S^T) + dP k  (7)
+#   dk = -e * (dv S^T) + r * (U dS'^T) + dP^T q + (dkk + dkk^T) k  (8)
+#   a_i = q_i (s e * do S^T)_i - k_i (e * dv S^T)_i + row_i(H) - column_i(H),   H = dP * (q k^T) + dkk * (k k^T)
+#   b_j = k_j (r * U dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>  (9)
+# X and Y are made in fp32 and rounded once: where keys are alike, A takes neighbours from each other, and S' or o from
+# a rounded A and U would have eight times (the root of BT) the error. dg is summed inside the chunk only: one sum over
+# the sequence costs ten times the error. Backward needs no v, as (I + M) U = beta (v - e * (k S)). beta is taken as
+# max(beta, 1e-14): the function changes by no more than that, U and dv keep their relative accuracy, and dbeta is right
+# at 0. No exponent is positive, so nothing overflows. A segment's first token takes the log2 gate RESET, whose exp2 is
+# 0 in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0, and only the first
+# kernel knows of segments. d is e of the last row.
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
-#   A        A (B, H, NT, BT, BT)                 q's       gdn_solve         yes
-#   G, e, r  gates (B, H, NT, 6, BT), G in log2   fp32      gdn_solve         yes
+#   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units
+#   A, X^T   A (B, H, NT, BT, BT), X (.., K, BT)  q's       gdn_solve         X
+#   Y        Y (B, H, NT, BT, BT)                 q's       gdn_solve         yes
 #   U        U (B, H, NT, BT, V)                  q's       gdn_fwd           yes
 #   S^T      h (B, H, NT, V, K), entering state   q's       gdn_fwd           yes
 #   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
-#   P, dP    registers
-# The sweeps hold the state transposed, (BV, K): it is the first operand of every product, straight from the accumulator.
-# Per token and head, bf16: forward 4 K + 4 V + 128 bytes read and written, + 2 V + 2 K V / BT where U and h are stored.
+# The sweeps hold the state transposed, (BV, K): the first operand of every product, straight from the accumulator.
+# FLOPs per token and head: forward 6 K V + 4 BT V and the solve, backward 12 K V + 6 BT V + 10 BT K.
 
-
-@triton.jit
-def gdn_decay(gates, COLUMN: tl.constexpr, BT: tl.constexpr):
-    """D, (BT, BT), of the chunk whose gates these are; its columns go by row COLUMN of them."""
-    o_i = tl.arange(0, BT)
-    b_D = tl.exp2(tl.minimum(tl.load(gates + o_i)[:, None] - tl.load(gates + COLUMN * BT + o_i)[None, :], 0.0))
-    return tl.where(o_i[:, None] >= o_i[None, :], b_D, 0.0)
-
-RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in one chunk still leave 2^-11 of resolution
+RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in a chunk still leave 2^-11 of resolution
 MIN_BETA = tl.constexpr(1e-14) # its square, which divides dbeta, is still far from the end of fp32
-GATES, G, E, R, GW, EW, RW = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5)) # rows of `gates`; *W for what a token writes: none at beta 0
+# rows of `gates`: G, e, r, and the same for what a token writes, which is nothing where beta is 0
+GATES, G, E, R, GW, EW, RW = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5))
 
 # launch settings
-SOLVE = dict(num_warps=2)
+SOLVE = dict(num_warps=4)
 
 # forward
 
 @triton.jit
 def gdn_key_products(k, beta, T, t, HI: tl.constexpr, LO: tl.constexpr, STEP: tl.constexpr, NB: tl.constexpr,
                      BS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, PREC: tl.constexpr):
-    """beta_i k_i k_j, (NB, BS, BS): block n has rows t + n STEP + HI + [0, BS) and columns t + n STEP + LO + [0, BS)."""
+    """beta_i k_i k_j, (NB, BS, BS): rows t + n STEP + HI + [0, BS) and columns t + n STEP + LO + [0, BS) in block n."""
     o_i = t + tl.arange(0, NB)[:, None] * STEP + HI + tl.arange(0, BS)[None, :]
     o_j = o_i + (LO - HI)
     o_k = tl.arange(0, K)[None, None, :]
@@ -153,9 +147,9 @@ def gdn_dot_split(a, b, DTYPE: tl.constexpr, PREC: tl.constexpr):
     return tl.dot(a_hi, b_hi, b_c)
 
 @triton.jit
-def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-                     PREC: tl.constexpr):
-    """Eq. (2): A, and the gates of the sweeps. Grid (B * NT * H)."""
+def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
+                     BT: tl.constexpr, PREC: tl.constexpr):
+    """Eqs. (2, 3): A, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
     i = tl.program_id(0).to(tl.int64)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
     n = (i_b * H + i_h) * NT + i_t
@@ -170,8 +164,8 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     b_g = tl.load(g + (t + o_i) * H, mask=m_t, other=0.0) * LOG2E
     if seg is not None:
         seg += i_b * T + t + o_i
-        b_g = tl.where(m_t & (t + o_i > 0) & (tl.load(seg, mask=m_t, other=0) != tl.load(seg - 1, mask=m_t & (t + o_i > 0), other=0)),
-                       RESET, b_g)
+        m_s = m_t & (t + o_i > 0)
+        b_g = tl.where(m_s & (tl.load(seg, mask=m_s, other=0) != tl.load(seg - 1, mask=m_s, other=0)), RESET, b_g)
     b_beta = tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32)
     tile = (t + o_i)[:, None] * (H * K) + tl.arange(0, K)[None, :]
     b_q = tl.load(q + tile, mask=m_t[:, None], other=0.0)
@@ -185,13 +179,13 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     # then pairs of blocks; every step is a block substitution. A Neumann series would lose all digits for like keys
     o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     b_M = tl.where(o_r > o_c, b_M, 0.0)
-    b_X = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
+    b_N = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
     for p in tl.static_range(1, 4):
         b_L = tl.where((o_r >> (p + 1) == o_c >> (p + 1)) & (o_r >> p != o_c >> p), b_M, 0.0)
         # 4 x (16, 16) x (16, 16), twice
-        b_X -= tl.dot(tl.dot(b_X, b_L, input_precision=PREC), b_X, input_precision=PREC)
-    b_X = gdn_merge(b_X, b_M32, 2, 16, PREC)
-    b_X = gdn_merge(b_X, b_M64, 1, 32, PREC)
+        b_N -= tl.dot(tl.dot(b_N, b_L, input_precision=PREC), b_N, input_precision=PREC)
+    b_N = gdn_merge(b_N, b_M32, 2, 16, PREC)
+    b_N = gdn_merge(b_N, b_M64, 1, 32, PREC)
 
     b_G2 = tl.cumsum(b_g, 0)
     b_e = tl.exp2(b_G2)
@@ -207,14 +201,14 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     b_D = tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0))
     b_beta = tl.maximum(b_beta, MIN_BETA)
     b_D *= b_beta[None, :] # 0 above the diagonal comes from the inverse
-    b_A = tl.reshape(b_X, (BT, BT))
+    b_N = tl.reshape(b_N, (BT, BT))
     chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
-    tl.store(A + chunk, (b_A * b_D).to(A.dtype.element_ty))
+    tl.store(A + chunk, (b_N * b_D).to(A.dtype.element_ty))
     # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
     b_P = tl.where(o_i[:, None] >= o_i[None, :], tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
-    tl.store(Y + chunk, (gdn_dot_split(b_P, b_A, b_k.dtype, PREC) * b_D * scale).to(Y.dtype.element_ty))
+    tl.store(Y + chunk, (gdn_dot_split(b_P, b_N, b_k.dtype, PREC) * b_D * scale).to(Y.dtype.element_ty))
     # k^T times the inverse: (K, BT) x (BT, BT)
-    b_X = gdn_dot_split(tl.trans(b_k), b_A, b_k.dtype, PREC) * (b_beta * b_r)[None, :]
+    b_X = gdn_dot_split(tl.trans(b_k), b_N, b_k.dtype, PREC) * (b_beta * b_r)[None, :]
     tl.store(X + n * (K * BT) + tl.arange(0, K)[:, None] * BT + o_i[None, :], b_X.to(X.dtype.element_ty))
 
 @triton.jit
@@ -234,8 +228,8 @@ def gdn_square(x, n, BT: tl.constexpr):
 def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr,
                    PHI: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
-    """Eqs. (3-5), forward over one of NS segments from S0 to S1 (B, H, NS, V, K); o if OUT, U and h if SAVE.
-    PHI: the state starts as the identity and v is 0, so S1 is the segment's transition. Grid (B * H * NS * V / BV)."""
+    """Eq. (4) over one of NS parts of T, from S0 to S1 (B, H, NS, V, K); o if OUT, U and h if SAVE. PHI: the state
+    starts as the identity and v is 0, so that S1 is the part's transition. Grid (B * H * NS * V / BV)."""
     i = tl.program_id(0)
     i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
     i_b, i_h = i_bh // H, i_bh % H
@@ -249,7 +243,7 @@ def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H
     else:
         b_S = tl.load(S0 + state)
 
-    LS = tl.cdiv(NT, NS) # chunks a segment
+    LS = tl.cdiv(NT, NS) # chunks a part
     first, end = i_s * LS, tl.minimum(i_s * LS + LS, NT)
     # q and A are fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
     if OUT:
@@ -289,8 +283,8 @@ def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H
 @triton.jit
 def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
                     BACK: tl.constexpr):
-    """The state X (B, H, NS, V, K) that enters each segment, X^T_{s+1} = X^T_s phi^T_s + S^T_s from S0; with BACK the gradient
-    of the state that leaves each, from the last to the first, X^T_{s-1} = X^T_s phi_s + S^T_s. Grid (B * H * V / BV)."""
+    """The state X (B, H, NS, V, K) that enters each part, X^T_{s+1} = X^T_s phi^T_s + S^T_s from S0; with BACK the
+    gradient of the state that leaves each, from the last on, X^T_{s-1} = X^T_s phi_s + S^T_s. Grid (B * H * V / BV)."""
     i_v, i_bh = tl.program_id(0) % (V // BV) * BV, tl.program_id(0).to(tl.int64) // (V // BV)
     o_v, o_k = i_v + tl.arange(0, BV)[:, None], tl.arange(0, K)
     x = (i_bh * NS + (NS - 1 if BACK else 0)) * V * K + o_v * K
@@ -305,7 +299,8 @@ def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.
         for i_k in range(0, K, BK):
             o_n = i_k + tl.arange(0, BK)
             at = s * V * K + o_v * K + o_n[None, :]
-            b_phi = tl.load(phi + s * K * K + (o_n[None, :] * K + o_k[:, None] if BACK else o_k[:, None] * K + o_n[None, :]))
+            o_p = o_n[None, :] * K + o_k[:, None] if BACK else o_k[:, None] * K + o_n[None, :]
+            b_phi = tl.load(phi + s * K * K + o_p)
             # (BV, K) x (K, BK), fp32: the composition adds no error of its own
             b_y = tl.dot(b_x, b_phi, tl.load(S + at), input_precision="tf32x3")
             tl.store(X + at + (-V * K if BACK else V * K), b_y)
@@ -316,7 +311,7 @@ def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.
 def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                          V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr,
                          STAGES: tl.constexpr, PREC: tl.constexpr):
-    """Eqs. (6, 7), backward over one of NS segments from dS1 to dS0 (B, H, NS, V, K); dv and dh if OUT.
+    """Eq. (5) over one of NS parts of T, from dS1 to dS0 (B, H, NS, V, K); dv and dh if OUT.
     Grid (B * H * NS * V / BV)."""
     i = tl.program_id(0)
     i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
@@ -329,7 +324,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     else:
         b_dS = tl.load(dS1 + state)
 
-    LS = tl.cdiv(NT, NS) # chunks a segment
+    LS = tl.cdiv(NT, NS) # chunks a part
     first, last = i_s * LS, tl.minimum(i_s * LS + LS, NT)
     # q and Y are fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
     b_q = gdn_rows(q, i_b, i_h, (last - 1) * BT, T, H, K, BT)
@@ -362,7 +357,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
 def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
                         K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
                         PREC: tl.constexpr):
-    """Eqs. (8-11) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
+    """Eqs. (6-9) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
     i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
     n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
@@ -472,8 +467,8 @@ def gdn_step_kernel(q, k, v, g, beta, state, o, scale, s_b, s_h, s_k, s_v, H: tl
 # launch
 
 def gdn_segments(programs, NT, device):
-    """Parts a sequence is cut into so that its `programs` sweeps fill the GPU. Each part is swept twice more, for its own state
-    and its transition, which pays from three parts on."""
+    """Parts a sequence is cut into so that its `programs` sweeps fill the GPU. Each part is swept twice more, for its
+    own state and its transition, which pays from three parts on."""
     sms = 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
     NS = min(sms // programs, NT // 8)
     return triton.cdiv(NT, triton.cdiv(NT, NS)) if NS >= 3 else 1
@@ -496,23 +491,25 @@ def precision(dtype):
 @torch.library.custom_op("kernels::gdn_fwd", mutates_args=())
 def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Optional[Tensor], seg: Optional[Tensor],
             scale: float, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final state (B, H, V, K), and for backward A, gates, U, h and the transitions phi^T (B, H, NS, K, K)."""
+    """o, the final state (B, H, V, K), and for backward X, Y, gates, U, h and transitions phi^T (B, H, NS, K, K)."""
     o, S1, X, Y, gates, U, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
     B, T, H, K = q.shape
     V, NT, NS, PREC = v.shape[-1], Y.shape[2], phi.shape[2], precision(q.dtype)
     chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
 
     A = torch.empty_like(Y)
+
     def sweep(S0, S1, V, OUT=False, PHI=False):
         settings = gdn_sweep_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
             q, tiles(k, BT, K), tiles(v, BT, BV), A, chunks(X, K, BT), chunks(Y, BT, BT), gates, S0, tiles(o, BT, BV),
-            chunks(U, BT, BV) if save else None, chunks(h, BV, K) if save else None, S1, scale, T, NT, NS, H=H, K=K, V=V, BT=BT,
-            OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
+            chunks(U, BT, BV) if save else None, chunks(h, BV, K) if save else None, S1, scale, T, NT, NS,
+            H=H, K=K, V=V, BT=BT, OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
-        gdn_solve_kernel[(B * NT * H,)](q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H=H, K=K, BT=BT, PREC=PREC, **SOLVE)
+        gdn_solve_kernel[(B * NT * H,)](q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H=H, K=K, BT=BT, PREC=PREC,
+                                        **SOLVE)
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
         else:
@@ -528,8 +525,9 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     NS = gdn_segments(B * H * (V // gdn_sweep_settings(q.dtype, K, V)["BV"]), NT, q.device)
-    return (torch.empty_like(v), g.new_empty(B, H, V, K), q.new_empty(B, H, NT, K, BT), q.new_empty(B, H, NT, BT, BT), g.new_empty(B, H, NT, GATES, BT),
-            q.new_empty(B, H, NT, BT, V) if save else q.new_empty(0), q.new_empty(B, H, NT, V, K) if save else q.new_empty(0),
+    per_chunk = lambda x, *shape: x.new_empty(B, H, NT, *shape)
+    return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, K, BT), per_chunk(q, BT, BT),
+            per_chunk(g, GATES.value, BT), per_chunk(q, BT, V if save else 0), per_chunk(q, V if save else 0, K),
             g.new_empty(B, H, NS, K, K if NS > 1 else 0))
 
 def gdn_fold(part, phi, S0, X, BACK=False):
@@ -553,8 +551,8 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_sweep_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
-            q, tiles(k, BT, K), tiles(do, BT, BV), chunks(X, K, BT), Y, gates, dS1, tiles(dv, BT, BV), chunks(dh, BV, K),
-            dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
+            q, tiles(k, BT, K), tiles(do, BT, BV), chunks(X, K, BT), Y, gates, dS1, tiles(dv, BT, BV),
+            chunks(dh, BV, K), dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
         if NS == 1:
@@ -568,16 +566,16 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_grad_settings(q.dtype, K, V)
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
-            q, k, tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K), chunks(dh, BV, K), gates, beta,
-            dq, dk, dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+            q, k, tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K), chunks(dh, BV, K), gates,
+            beta, dq, dk, dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
     return outputs
 
 @gdn_bwd.register_fake
 def gdn_bwd_outputs(do, dS1, q, k, beta, X, Y, gates, U, h, phi, scale):
     (B, T, H, K), V = q.shape, U.shape[4]
-    return (torch.empty_like(q), torch.empty_like(k), q.new_empty(B, T, H, V), gates.new_empty(B, T, H), torch.empty_like(beta),
-            gates.new_empty(B, H, V, K))
+    return (torch.empty_like(q), torch.empty_like(k), q.new_empty(B, T, H, V), gates.new_empty(B, T, H),
+            torch.empty_like(beta), gates.new_empty(B, H, V, K))
 
 def gdn_setup(ctx, inputs, output):
     q, k, v, g, beta, S0, seg, scale, save = inputs
@@ -595,9 +593,9 @@ gdn_fwd.register_autograd(gdn_gradients, setup_context=gdn_setup)
 def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_ids=None):
     """
     Gated delta rule (Yang, Kautz, Hatamizadeh 2024), eq. (1), over a whole sequence.
-    q, k (B, T, H, K), unit norm, and v (B, T, H, V): bfloat16 or float32. g (B, T, H) float32, log decay <= 0. beta (B, T, H),
-    float32 or q's dtype. scale defaults to K**-0.5. initial_state (B, H, K, V) float32 belongs to the first token's segment;
-    segment_ids (B, T) int32, non-decreasing: the state is reset where the id changes.
+    q, k (B, T, H, K), unit norm, and v (B, T, H, V): bfloat16 or float32. g (B, T, H) float32, log decay <= 0.
+    beta (B, T, H), float32 or q's dtype. scale defaults to K**-0.5. initial_state (B, H, K, V) float32 belongs to the
+    first token's segment; segment_ids (B, T) int32, non-decreasing: the state is reset where the id changes.
     Returns o like v, and the final state (B, H, K, V), float32; both are differentiable.
     """
     B, T, H, K = q.shape
@@ -612,7 +610,10 @@ def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_i
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, S0))
     o, S1, *_ = gdn_fwd(widen(q), widen(k), widen(v), g.contiguous(), beta.contiguous(), S0, segment_ids,
                         float(K**-0.5 if scale is None else scale), save)
-    return o[..., :V], S1.transpose(-1, -2)[..., :K, :V]
+    S1 = S1.transpose(-1, -2)
+    if o.shape[-1] != V: # else the slice's backward would copy
+        o, S1 = o[..., :V], S1[..., :V]
+    return o, S1 if S1.shape[-2] == K else S1[..., :K, :]
 
 @torch.library.custom_op("kernels::gdn_step", mutates_args={"state"})
 def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
@@ -620,8 +621,8 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     o, BV = torch.empty_like(v), 16
     with torch.cuda.device_of(q):
-        gdn_step_kernel[(B * H * triton.cdiv(V, BV),)](q, k, v, g, beta, state, o, scale, *state.stride(), H=H, K=K, V=V,
-                                                       BK=triton.next_power_of_2(K), BV=BV, num_warps=4)
+        gdn_step_kernel[(B * H * triton.cdiv(V, BV),)](q, k, v, g, beta, state, o, scale, *state.stride(), H=H, K=K,
+                                                       V=V, BK=triton.next_power_of_2(K), BV=BV, num_warps=4)
     return o
 
 @gdn_step.register_fake
@@ -629,9 +630,10 @@ def _(q, k, v, g, beta, state, scale):
     return v.new_empty(v.shape)
 
 def gated_delta_rule_step(q, k, v, g, beta, state, scale=None):
-    """One token of `gated_delta_rule`: q, k (B, H, K), v (B, H, V), g, beta (B, H); state (B, H, K, V) float32 is updated in
-    place, whatever its strides. Returns o like v. No gradient."""
-    check(q, k, v, [("g", g, q.shape[:2], (torch.float32,)), ("beta", beta, q.shape[:2], (torch.float32, q.dtype))], state)
+    """One token of `gated_delta_rule`: q, k (B, H, K), v (B, H, V), g, beta (B, H); state (B, H, K, V) float32 is updated
+    in place, whatever its strides. Returns o like v. No gradient."""
+    gates = [("g", g, q.shape[:2], (torch.float32,)), ("beta", beta, q.shape[:2], (torch.float32, q.dtype))]
+    check(q, k, v, gates, state)
     return gdn_step(q, k, v, g, beta, state, float(q.shape[-1]**-0.5 if scale is None else scale))
 
 # ----------------------------------------------------------------------------------------------------------------------
