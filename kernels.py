@@ -106,8 +106,8 @@ MIN_BETA = tl.constexpr(1e-14) # its square, which divides dbeta, is still far f
 # rows of `gates`: G, e, r, and the same for what a token writes, which is nothing where beta is 0
 GATES, G, E, R, GW, EW, RW = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5))
 
-# launch settings
-SOLVE = dict(num_warps=4)
+# launch settings: 168 registers let three blocks of the solve share an SM, which hides its chain of small products
+SOLVE = dict(num_warps=4, maxnreg=168)
 
 # forward
 
@@ -203,7 +203,8 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     b_D *= b_beta[None, :] # 0 above the diagonal comes from the inverse
     b_N = tl.reshape(b_N, (BT, BT))
     chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
-    tl.store(A + chunk, (b_N * b_D).to(A.dtype.element_ty))
+    if A is not None:
+        tl.store(A + chunk, (b_N * b_D).to(A.dtype.element_ty))
     # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
     b_P = tl.where(o_i[:, None] >= o_i[None, :], tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
     tl.store(Y + chunk, (gdn_dot_split(b_P, b_N, b_k.dtype, PREC) * b_D * scale).to(Y.dtype.element_ty))
@@ -365,8 +366,7 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, 
     o_i = tl.arange(0, BT)
     m_t = t + o_i < T
     m_d, m_l = o_i[:, None] == o_i[None, :], o_i[:, None] > o_i[None, :]
-    row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H, *) tensor
-    tile = row[:, None] * K + tl.arange(0, K)[None, :]
+    row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
     # small loads first, they are on their way while the loop runs
     b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
     b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
@@ -383,8 +383,8 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, 
         b_dP = tl.dot(b_do, tl.trans(b_U), b_dP, input_precision=PREC)
         b_Z = tl.dot(b_dv, tl.trans(b_U), b_Z, input_precision=PREC)
 
-    b_q = tl.load(q + tile, mask=m_t[:, None], other=0.0)
-    b_k = tl.load(k + tile, mask=m_t[:, None], other=0.0)
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
     b_beta = tl.maximum(b_beta, MIN_BETA)
     b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
     tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
@@ -401,7 +401,7 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, 
     # dP k: (BT, BT) x (BT, K)
     b_dPh, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
     b_dq = tl.dot(b_dPh, b_k, b_dq, input_precision=PREC)
-    tl.store(dq + tile, b_dq.to(b_k.dtype), mask=m_t[:, None])
+    dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
 
     b_dk = tl.zeros([K, BT], dtype=tl.float32)
     b_ks = tl.zeros([K, BT], dtype=tl.float32)
@@ -425,7 +425,7 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, 
     b_dk = tl.dot(tl.trans(b_q), b_dPh, b_dk + b_ks, input_precision=PREC)
     b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
     b_dk = tl.dot(b_kT, tl.trans(b_Z), b_dk, input_precision=PREC)
-    tl.store(dk + tile, tl.trans(b_dk).to(b_k.dtype), mask=m_t[:, None])
+    dk.store([i_b, t, i_h * K], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, K))
     # dg_t: a from t on, b before t. The sum over all tokens less what follows would cancel
     b_dg = tl.sum(tl.where(o_i[None, :] >= o_i[:, None], b_a[None, :], b_b[None, :]), 1)
     tl.store(dg + row, b_dg + b_d * tl.sum(b_hh, 0), mask=m_t)
@@ -473,16 +473,25 @@ def gdn_segments(programs, NT, device):
     NS = min(sms // programs, NT // 8)
     return triton.cdiv(NT, triton.cdiv(NT, NS)) if NS >= 3 else 1
 
-def gdn_sweep_settings(dtype, K, V):
-    if dtype == torch.bfloat16:
-        return dict(BV=min(V, 128), STAGES=3, num_warps=8 if V >= 128 else 4) if K <= 128 else \
-            dict(BV=min(V, 64), STAGES=1, num_warps=8)
-    return dict(BV=min(V, 32), STAGES=1, num_warps=4)
+def gdn_solve_settings(x):
+    return SOLVE if x.dtype == torch.bfloat16 and x.shape[-1] <= 128 else dict(num_warps=4)
 
-def gdn_grad_settings(dtype, K, V):
-    if dtype == torch.bfloat16:
-        return dict(BV=min(V, 32), STAGES=3, num_warps=4 if K <= 128 else 8)
-    return dict(BV=min(V, 32), STAGES=1, num_warps=8)
+def gdn_sweep_settings(x, K, V):
+    """Tile and launch settings of both sweeps over tensors like x."""
+    if INTERPRET or x.dtype == torch.float32 or gdn_small(x.device):
+        return dict(BV=min(V, 32), STAGES=1, num_warps=8 if gdn_small(x.device) else 4)
+    if K <= 128:
+        return dict(BV=min(V, 128), STAGES=3, num_warps=8 if V >= 128 else 4)
+    return dict(BV=min(V, 64), STAGES=1, num_warps=8)
+
+def gdn_grad_settings(x, K, V):
+    if INTERPRET or x.dtype == torch.float32 or gdn_small(x.device):
+        return dict(BV=min(V, 32), STAGES=1, num_warps=8)
+    return dict(BV=min(V, 32), STAGES=3, num_warps=4 if K <= 128 else 8)
+
+def gdn_small(device):
+    """Whether a block has less shared memory than the 227 KB of an H100: an A100 or a card for desks."""
+    return not INTERPRET and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 227 * 1024
 
 def precision(dtype):
     """Of the products: exact to fp32 for fp32 tensors; bf16 operands have one way only."""
@@ -497,10 +506,10 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
     V, NT, NS, PREC = v.shape[-1], Y.shape[2], phi.shape[2], precision(q.dtype)
     chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
 
-    A = torch.empty_like(Y)
+    A = torch.empty_like(Y) if save else None # U alone needs it
 
     def sweep(S0, S1, V, OUT=False, PHI=False):
-        settings = gdn_sweep_settings(q.dtype, K, V)
+        settings = gdn_sweep_settings(q, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
             q, tiles(k, BT, K), tiles(v, BT, BV), A, chunks(X, K, BT), chunks(Y, BT, BT), gates, S0, tiles(o, BT, BV),
@@ -509,7 +518,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 
     with torch.cuda.device_of(q):
         gdn_solve_kernel[(B * NT * H,)](q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H=H, K=K, BT=BT, PREC=PREC,
-                                        **SOLVE)
+                                        **gdn_solve_settings(q))
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
         else:
@@ -524,7 +533,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 @gdn_fwd.register_fake
 def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
-    NS = gdn_segments(B * H * (V // gdn_sweep_settings(q.dtype, K, V)["BV"]), NT, q.device)
+    NS = gdn_segments(B * H * (V // gdn_sweep_settings(q, K, V)["BV"]), NT, q.device)
     per_chunk = lambda x, *shape: x.new_empty(B, H, NT, *shape)
     return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, K, BT), per_chunk(q, BT, BT),
             per_chunk(g, GATES.value, BT), per_chunk(q, BT, V if save else 0), per_chunk(q, V if save else 0, K),
@@ -548,7 +557,7 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
     chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
 
     def sweep(dS1, dS0, OUT=False):
-        settings = gdn_sweep_settings(q.dtype, K, V)
+        settings = gdn_sweep_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
             q, tiles(k, BT, K), tiles(do, BT, BV), chunks(X, K, BT), Y, gates, dS1, tiles(dv, BT, BV),
@@ -563,11 +572,11 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
             gdn_fold(part, phi, dS1, leaving, BACK=True)
             sweep(leaving, part, OUT=True)
             dS0.copy_(part[:, :, 0])
-        settings = gdn_grad_settings(q.dtype, K, V)
+        settings = gdn_grad_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
-            q, k, tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K), chunks(dh, BV, K), gates,
-            beta, dq, dk, dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K),
+            chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
     return outputs
 
