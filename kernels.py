@@ -57,6 +57,8 @@ def widen(x):
 def tiles(x, rows, cols):
     """Descriptor of `rows` x `cols` tiles of x (B, T, H, D), indexed [b, t, h * D + d]; the bound cuts a ragged T."""
     B, T, H, D = x.shape
+    if x.data_ptr() % 16: # an input that begins inside of another tensor; TMA wants 16 bytes
+        x = x.clone()
     return TensorDescriptor(x, [B, T, H * D], [T * H * D, H * D, 1], [1, rows, cols])
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -64,6 +66,584 @@ def tiles(x, rows, cols):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the gated delta rule
+#
+# S_t = e^{g_t} S_{t-1} + beta_t k_t u_t^T,  u_t = v_t - e^{g_t} S_{t-1}^T k_t,  o_t = s S_t^T q_t  (1)
+# S is (K, V); g <= 0 and beta are one number per token and head, s the scale, k of unit norm.
+#
+# Split T into chunks of BT. Inside one, G_i = g_1 + ... + g_i, D_ij = e^{G_i - G_j} for j <= i and 0 above the
+# diagonal, e_i = e^{G_i}, r_i = e^{G_last - G_i}, d = e^{G_last}; S is the state on entry, U the rows beta_i u_i. With
+#   N = (I + strict_lower(beta_i k_i k_j))^{-1}     without gates: (I + D * M)^{-1} = D * (I + M)^{-1}  (2)
+#   A_ij = D_ij N_ij beta_j,   X = A^T (r * k),   Y = P A,   P = s D * (q k^T)  (3)
+# a chunk is, W being v less what the state on entry already answers to k,
+#   W = v - e * (k S),   o = s e * (q S) + Y W,   S' = d S + X^T W,   U = A W  (4)
+# and backward, with dS' the gradient of the state that leaves it,
+#   dv = Y^T do + X dS',   dS = d dS' + q^T (s e * do) - k^T (e * dv)  (5)
+#   dP = s D * (do U^T),   Z = dv U^T,   dkk = -strict_lower(D * Z),   dbeta_i = Z_ii / beta_i^2  (6)
+#   dq = s e * (do S^T) + dP k  (7)
+#   dk = -e * (dv S^T) + r * (U dS'^T) + dP^T q + (dkk + dkk^T) k  (8)
+#   a_i = q_i (s e * do S^T)_i - k_i (e * dv S^T)_i + row_i(H) - column_i(H),   H = dP * (q k^T) + dkk * (k k^T)
+#   b_j = k_j (r * U dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>  (9)
+# X and Y are made in fp32 and rounded once: where keys are alike, A takes neighbours from each other, and S' or o from
+# a rounded A and U would have eight times (the root of BT) the error. dg is summed inside the chunk only: one sum over
+# the sequence costs ten times the error. Backward needs no v, as (I + M) U = beta (v - e * (k S)). beta is taken as
+# max(beta, 1e-14): the function changes by no more than that, U and dv keep their relative accuracy, and dbeta is right
+# at 0. No exponent is positive, so nothing overflows. A segment's first token takes the log2 gate RESET, whose exp2 is
+# 0 in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0, and only the first
+# kernel knows of segments. d is e of the last row.
+#
+#   symbol   tensor, all contiguous               dtype     made by           kept for backward
+#   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units
+#   A, X^T   A (B, H, NT, BT, BT), X (.., K, BT)  q's       gdn_solve         X
+#   Y        Y (B, H, NT, BT, BT)                 q's       gdn_solve         yes
+#   U        U (B, H, NT, BT, V)                  q's       gdn_fwd           yes
+#   S^T      h (B, H, NT, V, K), entering state   q's       gdn_fwd           yes
+#   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
+# The sweeps hold the state transposed, (BV, K): the first operand of every product, straight from the accumulator.
+# FLOPs per token and head: forward 6 K V + 4 BT V and the solve, backward 12 K V + 6 BT V + 10 BT K.
+
+RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in a chunk still leave 2^-11 of resolution
+MIN_BETA = tl.constexpr(1e-14) # its square, which divides dbeta, is still far from the end of fp32
+# rows of `gates`: G, e, r, and the same for what a token writes, which is nothing where beta is 0
+GATES, G, E, R, GW, EW, RW = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5))
+
+# launch settings: 168 registers let three blocks of the solve share an SM, which hides its chain of small products
+SOLVE = dict(num_warps=4, maxnreg=168)
+
+# forward
+
+@triton.jit
+def gdn_key_products(k, beta, T, t, HI: tl.constexpr, LO: tl.constexpr, STEP: tl.constexpr, NB: tl.constexpr,
+                     BS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, PREC: tl.constexpr):
+    """beta_i k_i k_j, (NB, BS, BS): rows t + n STEP + HI + [0, BS) and columns t + n STEP + LO + [0, BS) in block n."""
+    o_i = t + tl.arange(0, NB)[:, None] * STEP + HI + tl.arange(0, BS)[None, :]
+    o_j = o_i + (LO - HI)
+    o_k = tl.arange(0, K)[None, None, :]
+    b_ki = tl.load(k + o_i[:, :, None] * (H * K) + o_k, mask=(o_i < T)[:, :, None], other=0.0)
+    b_kj = tl.load(k + o_j[:, :, None] * (H * K) + o_k, mask=(o_j < T)[:, :, None], other=0.0)
+    b_beta = tl.load(beta + o_i * H, mask=o_i < T, other=0.0).to(tl.float32)
+    # NB x (BS, K) x (K, BS)
+    return tl.maximum(b_beta, MIN_BETA)[:, :, None] * tl.dot(b_ki, tl.permute(b_kj, (0, 2, 1)), input_precision=PREC)
+
+@triton.jit
+def gdn_merge(X, M, NB: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
+    """From inverses X (2 NB, BS, BS) and the blocks M (NB, BS, BS) below each pair: (NB, 2 BS, 2 BS) inverses."""
+    X = tl.permute(tl.reshape(X, (NB, 2, BS, BS)), (0, 2, 3, 1))
+    b_hi, b_lo = tl.split(X)
+    # [[hi, 0], [-lo M hi, lo]]: NB x (BS, BS) x (BS, BS), twice
+    b_y = tl.dot(tl.dot(b_lo, M, input_precision=PREC), b_hi, input_precision=PREC)
+    X = tl.join(tl.join(b_hi, -b_y), tl.join(tl.zeros_like(b_y), b_lo)) # (NB, BS, BS, half of rows, half of columns)
+    return tl.reshape(tl.permute(X, (0, 3, 1, 4, 2)), (NB, 2 * BS, 2 * BS))
+
+@triton.jit
+def gdn_dot_split(a, b, DTYPE: tl.constexpr, PREC: tl.constexpr):
+    """a b in fp32, for sums that cancel: what is not of type DTYPE is taken as the sum of two numbers that are."""
+    if DTYPE == tl.float32:
+        return tl.dot(a, b, input_precision=PREC)
+    b_hi = b.to(DTYPE)
+    a_hi = a.to(DTYPE)
+    b_c = tl.dot(a_hi, (b - b_hi.to(tl.float32)).to(DTYPE))
+    if a.dtype == tl.float32:
+        b_c = tl.dot((a - a_hi.to(tl.float32)).to(DTYPE), b_hi, b_c)
+    return tl.dot(a_hi, b_hi, b_c)
+
+@triton.jit
+def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
+                     BT: tl.constexpr, PREC: tl.constexpr):
+    """Eqs. (2, 3): A, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
+    i = tl.program_id(0).to(tl.int64)
+    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
+    n = (i_b * H + i_h) * NT + i_t
+    t = i_t * BT
+    g += i_b * T * H + i_h
+    beta += i_b * T * H + i_h
+    q += (i_b * T * H + i_h) * K
+    k += (i_b * T * H + i_h) * K
+    o_i = tl.arange(0, BT)
+    m_t = t + o_i < T
+
+    b_g = tl.load(g + (t + o_i) * H, mask=m_t, other=0.0) * LOG2E
+    if seg is not None:
+        seg += i_b * T + t + o_i
+        m_s = m_t & (t + o_i > 0)
+        b_g = tl.where(m_s & (tl.load(seg, mask=m_s, other=0) != tl.load(seg - 1, mask=m_s, other=0)), RESET, b_g)
+    b_beta = tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32)
+    tile = (t + o_i)[:, None] * (H * K) + tl.arange(0, K)[None, :]
+    b_q = tl.load(q + tile, mask=m_t[:, None], other=0.0)
+    b_k = tl.load(k + tile, mask=m_t[:, None], other=0.0)
+    # all loads first. M in the blocks that are inverted, then below the pairs of 16, then below the pair of 32
+    b_M = gdn_key_products(k, beta, T, t, 0, 0, 16, 4, 16, H, K, PREC)
+    b_M32 = gdn_key_products(k, beta, T, t, 16, 0, 32, 2, 16, H, K, PREC)
+    b_M64 = gdn_key_products(k, beta, T, t, 32, 0, 64, 1, 32, H, K, PREC)
+
+    # the inverse of I + M by recursive doubling: blocks of 2, 4, 8, 16 inside the four 16 x 16 blocks of the diagonal,
+    # then pairs of blocks; every step is a block substitution. A Neumann series would lose all digits for like keys
+    o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    b_M = tl.where(o_r > o_c, b_M, 0.0)
+    b_N = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
+    for p in tl.static_range(1, 4):
+        b_L = tl.where((o_r >> (p + 1) == o_c >> (p + 1)) & (o_r >> p != o_c >> p), b_M, 0.0)
+        # 4 x (16, 16) x (16, 16), twice
+        b_N -= tl.dot(tl.dot(b_N, b_L, input_precision=PREC), b_N, input_precision=PREC)
+    b_N = gdn_merge(b_N, b_M32, 2, 16, PREC)
+    b_N = gdn_merge(b_N, b_M64, 1, 32, PREC)
+
+    b_G2 = tl.cumsum(b_g, 0)
+    b_e = tl.exp2(b_G2)
+    b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_G2)
+    gates += n * (GATES * BT) + o_i
+    tl.store(gates, b_G2)
+    tl.store(gates + E * BT, b_e)
+    tl.store(gates + R * BT, b_r)
+    tl.store(gates + GW * BT, tl.where(b_beta > 0, b_G2, float("inf")))
+    tl.store(gates + EW * BT, tl.where(b_beta > 0, b_e, 0.0))
+    tl.store(gates + RW * BT, tl.where(b_beta > 0, b_r, 0.0))
+
+    b_D = tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0))
+    b_beta = tl.maximum(b_beta, MIN_BETA)
+    b_D *= b_beta[None, :] # 0 above the diagonal comes from the inverse
+    b_N = tl.reshape(b_N, (BT, BT))
+    chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
+    if A is not None:
+        tl.store(A + chunk, (b_N * b_D).to(A.dtype.element_ty))
+    # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
+    b_P = tl.where(o_i[:, None] >= o_i[None, :], tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
+    tl.store(Y + chunk, (gdn_dot_split(b_P, b_N, b_k.dtype, PREC) * b_D * scale).to(Y.dtype.element_ty))
+    # k^T times the inverse: (K, BT) x (BT, BT)
+    b_X = gdn_dot_split(tl.trans(b_k), b_N, b_k.dtype, PREC) * (b_beta * b_r)[None, :]
+    tl.store(X + n * (K * BT) + tl.arange(0, K)[:, None] * BT + o_i[None, :], b_X.to(X.dtype.element_ty))
+
+@triton.jit
+def gdn_rows(x, i_b, i_h, t, T, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr):
+    """Rows t + [0, BT) of x (B, T, H, D), zero outside of [0, T)."""
+    o_t = t + tl.arange(0, BT)
+    x += ((i_b.to(tl.int64) * T + o_t) * H + i_h)[:, None] * D + tl.arange(0, D)[None, :]
+    return tl.load(x, mask=((o_t >= 0) & (o_t < T))[:, None], other=0.0)
+
+@triton.jit
+def gdn_square(x, n, BT: tl.constexpr):
+    """Matrix n of x (chunks, BT, BT)."""
+    o_i = tl.arange(0, BT)
+    return tl.load(x + n.to(tl.int64) * (BT * BT) + o_i[:, None] * BT + o_i[None, :])
+
+@triton.jit
+def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+                   V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr,
+                   PHI: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
+    """Eq. (4) over one of NS parts of T, from S0 to S1 (B, H, NS, V, K); o if OUT, U and h if SAVE. PHI: the state
+    starts as the identity and v is 0, so that S1 is the part's transition. Grid (B * H * NS * V / BV)."""
+    i = tl.program_id(0)
+    i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
+    i_b, i_h = i_bh // H, i_bh % H
+    row = i_bh.to(tl.int64) * NS + i_s
+    o_i, o_k, o_v = tl.arange(0, BT), tl.arange(0, K)[None, :], i_v + tl.arange(0, BV)[:, None]
+    state = (row * V + o_v) * K + o_k
+    if PHI:
+        b_S = tl.where(o_v == o_k, 1.0, 0.0)
+    elif S0 is None:
+        b_S = tl.zeros([BV, K], dtype=tl.float32)
+    else:
+        b_S = tl.load(S0 + state)
+
+    LS = tl.cdiv(NT, NS) # chunks a part
+    first, end = i_s * LS, tl.minimum(i_s * LS + LS, NT)
+    # q and A are fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
+    if OUT:
+        b_q = gdn_rows(q, i_b, i_h, first * BT, T, H, K, BT)
+    if SAVE:
+        b_A = gdn_square(A, i_bh * NT + first, BT)
+    for i_t in tl.range(first, end, num_stages=STAGES):
+        n, t = i_bh * NT + i_t, i_t * BT
+        e = gates + n.to(tl.int64) * (GATES * BT) + E * BT
+        b_d = tl.load(e + BT - 1) # early: it is not pipelined
+        b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+        b_X = X.load([n, 0, 0]).reshape(K, BT)
+        b_e = tl.load(e + o_i)
+        b_h = b_S.to(b_k.dtype)
+        # W^T = (v - e * (k S))^T: (BV, K) x (K, BT)
+        b_w = tl.dot(b_h, tl.trans(b_k), input_precision=PREC) * -b_e[None, :]
+        if SAVE:
+            h.store([n, i_v, 0], b_h.reshape(1, BV, K))
+        if not PHI:
+            b_w += tl.trans(v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV))
+        b_w = b_w.to(b_k.dtype)
+        if OUT:
+            # o^T = s e * (q S)^T + W^T Y^T: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
+            b_o = tl.dot(b_h, tl.trans(b_q), input_precision=PREC) * (b_e * scale)[None, :]
+            b_q = gdn_rows(q, i_b, i_h, t + BT, T, H, K, BT)
+            b_o = tl.dot(b_w, tl.trans(Y.load([n, 0, 0]).reshape(BT, BT)), b_o, input_precision=PREC)
+            o.store([i_b, t, i_h * V + i_v], tl.trans(b_o).to(b_k.dtype).reshape(1, BT, BV))
+        # S'^T = d S^T + W^T X: (BV, BT) x (BT, K)
+        b_S = tl.dot(b_w, tl.trans(b_X), b_S * b_d, input_precision=PREC)
+        if SAVE:
+            # U^T = W^T A^T: (BV, BT) x (BT, BT)
+            b_U = tl.dot(b_w, tl.trans(b_A), input_precision=PREC)
+            b_A = gdn_square(A, i_bh * NT + tl.minimum(i_t + 1, NT - 1), BT)
+            U.store([n, 0, i_v], tl.trans(b_U).to(b_k.dtype).reshape(1, BT, BV))
+    tl.store(S1 + state, b_S)
+
+@triton.jit
+def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+                    BACK: tl.constexpr):
+    """The state X (B, H, NS, V, K) that enters each part, X^T_{s+1} = X^T_s phi^T_s + S^T_s from S0; with BACK the
+    gradient of the state that leaves each, from the last on, X^T_{s-1} = X^T_s phi_s + S^T_s. Grid (B * H * V / BV)."""
+    i_v, i_bh = tl.program_id(0) % (V // BV) * BV, tl.program_id(0).to(tl.int64) // (V // BV)
+    o_v, o_k = i_v + tl.arange(0, BV)[:, None], tl.arange(0, K)
+    x = (i_bh * NS + (NS - 1 if BACK else 0)) * V * K + o_v * K
+    if S0 is None:
+        tl.store(X + x + o_k[None, :], tl.zeros([BV, K], dtype=tl.float32))
+    else:
+        tl.store(X + x + o_k[None, :], tl.load(S0 + (i_bh * V + o_v) * K + o_k[None, :]))
+    for i_s in range(NS - 1):
+        s = i_bh * NS + (NS - 1 - i_s if BACK else i_s)
+        tl.debug_barrier() # the row was stored by other threads
+        b_x = tl.load(X + s * V * K + o_v * K + o_k[None, :])
+        for i_k in range(0, K, BK):
+            o_n = i_k + tl.arange(0, BK)
+            at = s * V * K + o_v * K + o_n[None, :]
+            o_p = o_n[None, :] * K + o_k[:, None] if BACK else o_k[:, None] * K + o_n[None, :]
+            b_phi = tl.load(phi + s * K * K + o_p)
+            # (BV, K) x (K, BK), fp32: the composition adds no error of its own
+            b_y = tl.dot(b_x, b_phi, tl.load(S + at), input_precision="tf32x3")
+            tl.store(X + at + (-V * K if BACK else V * K), b_y)
+
+# backward
+
+@triton.jit
+def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+                         V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr,
+                         STAGES: tl.constexpr, PREC: tl.constexpr):
+    """Eq. (5) over one of NS parts of T, from dS1 to dS0 (B, H, NS, V, K); dv and dh if OUT.
+    Grid (B * H * NS * V / BV)."""
+    i = tl.program_id(0)
+    i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
+    i_b, i_h = i_bh // H, i_bh % H
+    row = i_bh.to(tl.int64) * NS + i_s
+    o_i = tl.arange(0, BT)
+    state = (row * V + i_v + tl.arange(0, BV)[:, None]) * K + tl.arange(0, K)[None, :]
+    if dS1 is None:
+        b_dS = tl.zeros([BV, K], dtype=tl.float32)
+    else:
+        b_dS = tl.load(dS1 + state)
+
+    LS = tl.cdiv(NT, NS) # chunks a part
+    first, last = i_s * LS, tl.minimum(i_s * LS + LS, NT)
+    # q and Y are fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
+    b_q = gdn_rows(q, i_b, i_h, (last - 1) * BT, T, H, K, BT)
+    b_Y = gdn_square(Y, i_bh * NT + last - 1, BT)
+    for i_r in tl.range(0, last - first, num_stages=STAGES):
+        i_t = last - 1 - i_r
+        n, t = i_bh * NT + i_t, i_t * BT
+        e = gates + n.to(tl.int64) * (GATES * BT) + E * BT
+        b_d = tl.load(e + BT - 1) # early: it is not pipelined
+        b_X = X.load([n, 0, 0]).reshape(K, BT)
+        b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+        b_e = tl.load(e + o_i)
+        b_dh = b_dS.to(b_k.dtype)
+        # dv^T = do^T Y + dS'^T X^T: (BV, BT) x (BT, BT), (BV, K) x (K, BT)
+        b_dv = tl.dot(b_dh, b_X, input_precision=PREC)
+        if OUT:
+            dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
+        b_dv = tl.dot(tl.trans(b_do), b_Y, b_dv, input_precision=PREC)
+        b_Y = gdn_square(Y, i_bh * NT + tl.maximum(i_t - 1, 0), BT)
+        # dS^T = d dS'^T + (s e * do)^T q - (e * dv)^T k: (BV, BT) x (BT, K), twice
+        b_dS = tl.dot((tl.trans(b_do) * (b_e * scale)[None, :]).to(b_k.dtype), b_q, b_dS * b_d, input_precision=PREC)
+        b_q = gdn_rows(q, i_b, i_h, t - BT, T, H, K, BT)
+        if OUT:
+            dv.store([i_b, t, i_h * V + i_v], tl.trans(b_dv).to(b_k.dtype).reshape(1, BT, BV))
+        b_dS = tl.dot((b_dv * -b_e[None, :]).to(b_k.dtype), b_k, b_dS, input_precision=PREC)
+    tl.store(dS0 + state, b_dS)
+
+@triton.jit
+def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
+                        K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+                        PREC: tl.constexpr):
+    """Eqs. (6-9) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
+    i = tl.program_id(0)
+    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
+    n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
+    g = gates + n.to(tl.int64) * (GATES * BT)
+    o_i = tl.arange(0, BT)
+    m_t = t + o_i < T
+    m_d, m_l = o_i[:, None] == o_i[None, :], o_i[:, None] > o_i[None, :]
+    row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
+    # small loads first, they are on their way while the loop runs
+    b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
+    b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
+
+    b_dq = tl.zeros([BT, K], dtype=tl.float32)
+    b_dP = tl.zeros([BT, BT], dtype=tl.float32)
+    b_Z = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_U = U.load([n, 0, i_v]).reshape(BT, BV)
+        # do S^T: (BT, BV) x (BV, K);  do U^T, dv U^T: (BT, BV) x (BV, BT)
+        b_dq = tl.dot(b_do, h.load([n, i_v, 0]).reshape(BV, K), b_dq, input_precision=PREC)
+        b_dP = tl.dot(b_do, tl.trans(b_U), b_dP, input_precision=PREC)
+        b_Z = tl.dot(b_dv, tl.trans(b_U), b_Z, input_precision=PREC)
+
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_beta = tl.maximum(b_beta, MIN_BETA)
+    b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
+    tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
+    b_D = tl.exp2(tl.minimum(b_G[:, None] - b_GW[None, :], 0.0))
+    b_dP = tl.where(m_d | m_l, b_dP * b_D * scale, 0.0)
+    b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
+    # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of X adds to a row what it takes from the same column: left out, its
+    # rounding would swamp dg where the gates are strong
+    b_X = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
+    b_X += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
+    b_a = tl.sum(b_X, 1) - tl.sum(b_X, 0)
+    b_dq *= (b_E * scale)[:, None]
+    b_a += tl.sum(b_q * b_dq, 1)
+    # dP k: (BT, BT) x (BT, K)
+    b_dPh, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
+    b_dq = tl.dot(b_dPh, b_k, b_dq, input_precision=PREC)
+    dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
+
+    b_dk = tl.zeros([K, BT], dtype=tl.float32)
+    b_ks = tl.zeros([K, BT], dtype=tl.float32)
+    b_hh = tl.zeros([BV], dtype=tl.float32)
+    b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_U = U.load([n, 0, i_v]).reshape(BT, BV)
+        b_h = h.load([n, i_v, 0]).reshape(BV, K)
+        b_dh = dh.load([n, i_v, 0]).reshape(BV, K)
+        # S dv^T, dS' U^T: (K, BV) x (BV, BT)
+        b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
+        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_U), b_ks, input_precision=PREC)
+        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+    b_kT = tl.trans(b_k)
+    b_dk *= -b_EW[None, :]
+    b_ks *= b_RW[None, :]
+    b_a += tl.sum(b_kT * b_dk, 0)
+    b_b = tl.sum(b_kT * b_ks, 0)
+    # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
+    b_dk = tl.dot(tl.trans(b_q), b_dPh, b_dk + b_ks, input_precision=PREC)
+    b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
+    b_dk = tl.dot(b_kT, tl.trans(b_Z), b_dk, input_precision=PREC)
+    dk.store([i_b, t, i_h * K], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, K))
+    # dg_t: a from t on, b before t. The sum over all tokens less what follows would cancel
+    b_dg = tl.sum(tl.where(o_i[None, :] >= o_i[:, None], b_a[None, :], b_b[None, :]), 1)
+    tl.store(dg + row, b_dg + b_d * tl.sum(b_hh, 0), mask=m_t)
+
+@triton.jit
+def gdn_bwd_finish_kernel(beta, dv, T, NT, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
+    """dv = 0 where beta is 0: until here its scaled gradient served dbeta. Grid (B * NT * H)."""
+    i = tl.program_id(0)
+    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
+    t = i_t * BT + tl.arange(0, BT)
+    row = (i_b.to(tl.int64) * T + t) * H + i_h # of a (B, T, H, *) tensor
+    b_beta = tl.load(beta + row, mask=t < T, other=1.0)
+    if tl.min(b_beta, 0) <= 0:
+        b_zero = tl.zeros([BT, V], dtype=dv.dtype.element_ty)
+        tl.store(dv + row[:, None] * V + tl.arange(0, V)[None, :], b_zero, mask=(b_beta <= 0)[:, None])
+
+# one token
+
+@triton.jit
+def gdn_step_kernel(q, k, v, g, beta, state, o, scale, s_b, s_h, s_k, s_v, H: tl.constexpr, K: tl.constexpr,
+                    V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Eq. (1), the state in place, any strides. Grid (B * H * V / BV)."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i = tl.program_id(0)
+    i_v, i_bh = i % NV * BV, i.to(tl.int64) // NV
+    o_k, o_v = tl.arange(0, BK)[None, :], i_v + tl.arange(0, BV)[:, None]
+    m_k, m_v = o_k < K, o_v < V
+    state += i_bh // H * s_b + i_bh % H * s_h + o_v * s_v + o_k * s_k
+    b_S = tl.load(state, mask=m_v & m_k, other=0.0) # (BV, BK), S^T
+    b_k = tl.load(k + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_q = tl.load(q + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_v = tl.load(v + i_bh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_S *= tl.exp2(tl.load(g + i_bh) * LOG2E)
+    b_u = tl.load(beta + i_bh).to(tl.float32) * (b_v - tl.sum(b_S * b_k, 1)[:, None])
+    b_S += b_u * b_k
+    tl.store(state, b_S, mask=m_v & m_k)
+    tl.store(o + i_bh * V + o_v, (tl.sum(b_S * b_q, 1) * scale)[:, None].to(o.dtype.element_ty), mask=m_v)
+
+# launch
+
+def gdn_segments(programs, NT, device):
+    """Parts a sequence is cut into so that its `programs` sweeps fill the GPU. Each part is swept twice more, for its
+    own state and its transition, which pays from three parts on."""
+    sms = 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
+    NS = min(sms // programs, NT // 8)
+    return triton.cdiv(NT, triton.cdiv(NT, NS)) if NS >= 3 else 1
+
+def gdn_solve_settings(x):
+    return SOLVE if x.dtype == torch.bfloat16 and x.shape[-1] <= 128 else dict(num_warps=4)
+
+def gdn_sweep_settings(x, K, V):
+    """Tile and launch settings of both sweeps over tensors like x."""
+    if INTERPRET or x.dtype == torch.float32 or gdn_small(x.device):
+        return dict(BV=min(V, 32), STAGES=1, num_warps=8 if gdn_small(x.device) else 4)
+    if K <= 128:
+        return dict(BV=min(V, 128), STAGES=3, num_warps=8 if V >= 128 else 4)
+    return dict(BV=min(V, 64), STAGES=1, num_warps=8)
+
+def gdn_grad_settings(x, K, V):
+    if INTERPRET or x.dtype == torch.float32 or gdn_small(x.device):
+        return dict(BV=min(V, 32), STAGES=1, num_warps=8)
+    return dict(BV=min(V, 32), STAGES=3, num_warps=4 if K <= 128 else 8)
+
+def gdn_small(device):
+    """Whether a block has less shared memory than the 227 KB of an H100: an A100 or a card for desks."""
+    return not INTERPRET and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 227 * 1024
+
+def precision(dtype):
+    """Of the products: exact to fp32 for fp32 tensors; bf16 operands have one way only."""
+    return "tf32" if dtype == torch.bfloat16 else "tf32x3"
+
+@torch.library.custom_op("kernels::gdn_fwd", mutates_args=())
+def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Optional[Tensor], seg: Optional[Tensor],
+            scale: float, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, the final state (B, H, V, K), and for backward X, Y, gates, U, h and transitions phi^T (B, H, NS, K, K)."""
+    o, S1, X, Y, gates, U, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
+    B, T, H, K = q.shape
+    V, NT, NS, PREC = v.shape[-1], Y.shape[2], phi.shape[2], precision(q.dtype)
+    chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
+
+    A = torch.empty_like(Y) if save else None # U alone needs it
+
+    def sweep(S0, S1, V, OUT=False, PHI=False):
+        settings = gdn_sweep_settings(q, K, V)
+        BV = settings["BV"]
+        gdn_fwd_kernel[(B * H * NS * V // BV,)](
+            q, tiles(k, BT, K), tiles(v, BT, BV), A, chunks(X, K, BT), chunks(Y, BT, BT), gates, S0, tiles(o, BT, BV),
+            chunks(U, BT, BV) if save else None, chunks(h, BV, K) if save else None, S1, scale, T, NT, NS,
+            H=H, K=K, V=V, BT=BT, OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
+
+    with torch.cuda.device_of(q):
+        gdn_solve_kernel[(B * NT * H,)](q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H=H, K=K, BT=BT, PREC=PREC,
+                                        **gdn_solve_settings(q))
+        if NS == 1:
+            sweep(S0, S1, V, OUT=True)
+        else:
+            part, entry = (S1.new_empty(B, H, NS, V, K) for _ in range(2))
+            sweep(None, part, V)
+            sweep(None, phi, K, PHI=True)
+            gdn_fold(part, phi, S0, entry)
+            sweep(entry, part, V, OUT=True)
+            S1.copy_(part[:, :, -1])
+    return outputs
+
+@gdn_fwd.register_fake
+def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+    NS = gdn_segments(B * H * (V // gdn_sweep_settings(q, K, V)["BV"]), NT, q.device)
+    per_chunk = lambda x, *shape: x.new_empty(B, H, NT, *shape)
+    return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, K, BT), per_chunk(q, BT, BT),
+            per_chunk(g, GATES.value, BT), per_chunk(q, BT, V if save else 0), per_chunk(q, V if save else 0, K),
+            g.new_empty(B, H, NS, K, K if NS > 1 else 0))
+
+def gdn_fold(part, phi, S0, X, BACK=False):
+    B, H, NS, V, K = part.shape
+    gdn_fold_kernel[(B * H * V // 16,)](part, phi, S0, X, NS, K=K, V=V, BV=16, BK=min(K, 64), BACK=BACK, num_warps=4)
+
+@torch.library.custom_op("kernels::gdn_bwd", mutates_args=())
+def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, beta: Tensor, X: Tensor, Y: Tensor,
+            gates: Tensor, U: Tensor, h: Tensor, phi: Tensor, scale: float) \
+            -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dg, dbeta and the initial state's gradient (B, H, V, K)."""
+    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, beta, X, Y, gates, U, h, phi, scale)
+    (B, T, H, K), V = q.shape, U.shape[4]
+    NT, NS, PREC = Y.shape[2], phi.shape[2], precision(q.dtype)
+    do = torch.zeros_like(dv) if do is None else do.contiguous()
+    dS1 = None if dS1 is None else dS1.contiguous()
+    dh = torch.empty_like(h)
+    chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
+
+    def sweep(dS1, dS0, OUT=False):
+        settings = gdn_sweep_settings(q, K, V)
+        BV = settings["BV"]
+        gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
+            q, tiles(k, BT, K), tiles(do, BT, BV), chunks(X, K, BT), Y, gates, dS1, tiles(dv, BT, BV),
+            chunks(dh, BV, K), dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
+
+    with torch.cuda.device_of(q):
+        if NS == 1:
+            sweep(dS1, dS0, OUT=True)
+        else:
+            part, leaving = (dS0.new_empty(B, H, NS, V, K) for _ in range(2))
+            sweep(None, part)
+            gdn_fold(part, phi, dS1, leaving, BACK=True)
+            sweep(leaving, part, OUT=True)
+            dS0.copy_(part[:, :, 0])
+        settings = gdn_grad_settings(q, K, V)
+        BV = settings["BV"]
+        gdn_bwd_grad_kernel[(B * NT * H,)](
+            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K),
+            chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+        gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
+    return outputs
+
+@gdn_bwd.register_fake
+def gdn_bwd_outputs(do, dS1, q, k, beta, X, Y, gates, U, h, phi, scale):
+    (B, T, H, K), V = q.shape, U.shape[4]
+    return (torch.empty_like(q), torch.empty_like(k), q.new_empty(B, T, H, V), gates.new_empty(B, T, H),
+            torch.empty_like(beta), gates.new_empty(B, H, V, K))
+
+def gdn_setup(ctx, inputs, output):
+    q, k, v, g, beta, S0, seg, scale, save = inputs
+    ctx.set_materialize_grads(False) # else each extra output gets a gradient of zeros
+    ctx.save_for_backward(q, k, beta, *output[2:])
+    ctx.scale, ctx.initial = scale, S0 is not None
+
+def gdn_gradients(ctx, do, dS1, *rest):
+    q, k, beta, *saved = ctx.saved_tensors
+    dq, dk, dv, dg, dbeta, dS0 = gdn_bwd(do, dS1, q, k, beta, *saved, ctx.scale)
+    return dq, dk, dv, dg, dbeta, dS0 if ctx.initial else None, None, None, None
+
+gdn_fwd.register_autograd(gdn_gradients, setup_context=gdn_setup)
+
+def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_ids=None):
+    """
+    Gated delta rule (Yang, Kautz, Hatamizadeh 2024), eq. (1), over a whole sequence.
+    q, k (B, T, H, K), unit norm, and v (B, T, H, V): bfloat16 or float32. g (B, T, H) float32, log decay <= 0.
+    beta (B, T, H), float32 or q's dtype. scale defaults to K**-0.5. initial_state (B, H, K, V) float32 belongs to the
+    first token's segment; segment_ids (B, T) int32, non-decreasing: the state is reset where the id changes.
+    Returns o like v, and the final state (B, H, K, V), float32; both are differentiable.
+    """
+    B, T, H, K = q.shape
+    V = v.shape[-1]
+    check(q, k, v, [("g", g, (B, T, H), (torch.float32,)), ("beta", beta, (B, T, H), (torch.float32, q.dtype))],
+          initial_state, segment_ids)
+    S0 = initial_state
+    if S0 is not None:
+        S0 = widen(widen(S0).transpose(-1, -2)) # (B, H, V, K), K-contiguous
+    if segment_ids is not None:
+        segment_ids = segment_ids.contiguous()
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, S0))
+    o, S1, *_ = gdn_fwd(widen(q), widen(k), widen(v), g.contiguous(), beta.contiguous(), S0, segment_ids,
+                        float(K**-0.5 if scale is None else scale), save)
+    S1 = S1.transpose(-1, -2)
+    if o.shape[-1] != V: # else the slice's backward would copy
+        o, S1 = o[..., :V], S1[..., :V]
+    return o, S1 if S1.shape[-2] == K else S1[..., :K, :]
+
+@torch.library.custom_op("kernels::gdn_step", mutates_args={"state"})
+def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
+    (B, H, K), V = q.shape, v.shape[-1]
+    q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
+    o, BV = torch.empty_like(v), 16
+    with torch.cuda.device_of(q):
+        gdn_step_kernel[(B * H * triton.cdiv(V, BV),)](q, k, v, g, beta, state, o, scale, *state.stride(), H=H, K=K,
+                                                       V=V, BK=triton.next_power_of_2(K), BV=BV, num_warps=4)
+    return o
+
+@gdn_step.register_fake
+def _(q, k, v, g, beta, state, scale):
+    return v.new_empty(v.shape)
+
+def gated_delta_rule_step(q, k, v, g, beta, state, scale=None):
+    """One token of `gated_delta_rule`: q, k (B, H, K), v (B, H, V), g, beta (B, H); state (B, H, K, V) float32 is updated
+    in place, whatever its strides. Returns o like v. No gradient."""
+    gates = [("g", g, q.shape[:2], (torch.float32,)), ("beta", beta, q.shape[:2], (torch.float32, q.dtype))]
+    check(q, k, v, gates, state)
+    return gdn_step(q, k, v, g, beta, state, float(q.shape[-1]**-0.5 if scale is None else scale))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the short convolution in front of the mixer

@@ -13,6 +13,8 @@ if not torch.cuda.is_available():
 import pytest
 import torch.nn.functional as F
 
+import kernels
+
 # ----------------------------------------------------------------------------------------------------------------------
 # references: equation (1) of each mixer, one token at a time, in the dtype of its inputs
 
@@ -79,6 +81,268 @@ def relative(x, ref):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the gated delta rule
+
+# (worst head, worst chunk) of the error measure; see there
+GDN_TOL = {
+    torch.float32: dict(o=(1e-3, 1e-3), dq=(1e-3, 1e-3), dk=(1e-3, 1e-3), dv=(1e-3, 1e-3), dg=(2e-3, 2e-3), dbeta=(2e-3, 2e-3),
+                        S=1e-3, dS0=1e-3),
+    torch.bfloat16: dict(o=(6e-3, 2e-2), dq=(6e-3, 2e-2), dk=(6e-3, 2e-2), dv=(6e-3, 2e-2), dg=(1e-2, 1e-2), dbeta=(1e-2, 1e-2),
+                         S=5e-3, dS0=6e-3),
+}
+NAMES = ("q", "k", "v", "g", "beta", "S0")
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32] # the interpreter's bf16 dots are wrong
+gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+def gdn_inputs(B, T, H, K, V, dtype, kind="init", seed=0):
+    """q, k, v, g, beta, initial state, as leaves that want a gradient. Gates and step sizes as at initialisation unless `kind` says otherwise."""
+    torch.manual_seed(seed)
+    rand, randn = (lambda *s: torch.rand(*s, device=DEVICE)), (lambda *s: torch.randn(*s, device=DEVICE))
+    q, k, v = F.normalize(randn(B, T, H, K), dim=-1), F.normalize(randn(B, T, H, K), dim=-1), randn(B, T, H, V)
+    dt = torch.exp(rand(H) * 4.6 - 6.9) # 1e-3 to 0.1
+    g = -(rand(H) * 15 + 1) * F.softplus(randn(B, T, H) * 0.5 + torch.log(torch.expm1(dt)))
+    beta = torch.sigmoid(randn(B, T, H))
+    if kind == "like keys":
+        k = F.normalize(randn(B, 1, H, K) + 0.03 * randn(B, T, H, K), dim=-1)
+        beta, g = 1 - 0.02 * rand(B, T, H), g * 0.01
+    elif kind.startswith("gate"):
+        g = torch.full_like(g, float(kind.split()[1]))
+    elif kind == "half the gates -50":
+        g = -50 * (rand(B, T, H) < 0.5).float()
+    elif kind.startswith("beta"):
+        beta, g = torch.full_like(beta, float(kind.split()[1])), g * 0.01 # weak gates: the initial state is all there is at 0
+    elif kind == "half the betas 0":
+        beta = beta * (rand(B, T, H) < 0.5)
+    x = [q.to(dtype), k.to(dtype), v.to(dtype), g, beta, 0.3 * randn(B, H, K, V)]
+    return [t.requires_grad_() for t in x]
+
+def gdn_run(f, x, segment_ids=None, do=None, dS=None, scale=None):
+    """{o, S, dq, ...} of f at x; gradients of <o, do> + <S, dS>, either may be missing."""
+    o, S = f(*x[:5], scale, x[5], segment_ids)
+    loss = [(y, d.to(y.dtype)) for y, d in ((o, do), (S, dS)) if d is not None]
+    outputs, directions = zip(*loss)
+    grads = torch.autograd.grad(outputs, x, directions, allow_unused=True)
+    return dict(o=o, S=S, **{"d" + n: d for n, d in zip(NAMES, grads)})
+
+def gdn_compare(out, ref, x, tol):
+    """Every tensor of `out` within tolerance of `ref`, and of the shape and dtype of what it belongs to."""
+    floor = 1e-4 * norms(x[0].double() * ref["dq"], 64) if ref["dq"] is not None else None # of dg
+    bad = []
+    for name, y in ref.items():
+        like = x[2] if name == "o" else x[5] if name == "S" else x[NAMES.index(name[1:])]
+        if y is None: # autograd found no path: ours may say zero
+            assert out[name] is None or not out[name].any(), name
+            continue
+        assert out[name].dtype == like.dtype and out[name].shape == like.shape, (name, out[name].dtype, out[name].shape)
+        if name in ("S", "dS0"):
+            error, limit = (state_error(out[name], y),), (tol[name],)
+        else:
+            error, limit = errors(out[name], y, floor=floor if name == "dg" else None), tol[name]
+        bad += [(name, error, limit)] if any(e > l for e, l in zip(error, limit)) else []
+    assert not bad, bad
+
+def gdn_held_to_loop(x, segment_ids=None, no_do=False, no_dS=False, scale=None, f=None):
+    """The kernels at x against autograd through the time loop in fp64."""
+    do, dS = torch.randn_like(x[2]), 0.3 * torch.randn_like(x[5])
+    grads = dict(do=None if no_do else do, dS=None if no_dS else dS)
+    out = gdn_run(f or kernels.gated_delta_rule, x, segment_ids, **grads, scale=scale)
+    x64 = [t.detach().double().requires_grad_() for t in x]
+    gdn_compare(out, gdn_run(gated_delta_rule_loop, x64, segment_ids, **grads, scale=scale), x, GDN_TOL[x[0].dtype])
+    return out
+
+# on the CPU small and ragged; with a GPU also both layers of the real models, and every pair of widths
+GDN_SHAPES = [(2, 1, 3, 16, 32), (1, 15, 1, 16, 16), (1, 63, 1, 16, 16), (1, 64, 1, 32, 16), (1, 65, 1, 100, 20), (1, 127, 1, 16, 64),
+              (2, 200, 3, 16, 16), (1, 2, 1, 1, 1)]
+if GPU:
+    GDN_SHAPES += [(2, T, 3, 128, 128) for T in (1, 15, 63, 64, 65, 127, 200, 2049)] + [(1, 2048, 6, 128, 256), (2, 2048, 8, 128, 128)]
+    GDN_SHAPES += [(1, 130, H, K, V) for H, Ks in ((3, (1, 64, 128)), (6, (16, 100, 256))) for K in Ks for V in (1, 16, 64, 100, 128, 256)]
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", GDN_SHAPES, ids=str)
+def test_gdn_equals_the_time_loop(shape, dtype):
+    gdn_held_to_loop(gdn_inputs(*shape, dtype))
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["like keys", "gate 0", "gate -5", "gate -50", "half the gates -50", "beta 0", "beta 1e-4", "beta 1",
+                                  "half the betas 0"])
+def test_gdn_at_the_edges_of_its_inputs(kind, dtype):
+    gdn_held_to_loop(gdn_inputs(*((2, 1000, 3, 128, 128) if GPU else (1, 130, 1, 16, 16)), dtype, kind), scale=1) # an int, on purpose
+
+GDN_BOUNDARIES = {"1": [1], "63": [63], "64": [64], "65": [65], "several in one chunk": [3, 63, 64, 70, 71, 100, 150], "one token each": range(1, 140)}
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("starts", GDN_BOUNDARIES.values(), ids=GDN_BOUNDARIES)
+def test_gdn_segments(starts, dtype):
+    B, T, H, K, V = (2, 1000, 3, 128, 256) if GPU else (2, 140, 1, 16, 16)
+    ids = torch.zeros(B, T, dtype=torch.int32, device=DEVICE)
+    for t in starts:
+        ids[0, t:] += 1 # the second row is one document
+    x = gdn_inputs(B, T, H, K, V, dtype)
+    out = gdn_held_to_loop(x, ids)
+    # nothing of one document reaches the next, not even a bit
+    first = starts[0]
+    with torch.no_grad():
+        again = kernels.gated_delta_rule(*(torch.cat([t[:, :first] * 0, t[:, first:]], 1) for t in x[:5]), None, x[5] * 2, ids)
+    assert torch.equal(again[0][0, first:], out["o"][0, first:]) and torch.equal(again[1][0], out["S"][0])
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("missing", ["no_do", "no_dS"])
+def test_gdn_one_output_feeds_the_loss(missing, dtype):
+    gdn_held_to_loop(gdn_inputs(1, 70, 1, 16, 16, dtype), **{missing: True})
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [2, 3])
+def test_gdn_in_parts(parts, dtype, monkeypatch):
+    """A long sequence of few heads is swept in parts, with the transition of each."""
+    monkeypatch.setattr(kernels, "gdn_segments", lambda *_: parts)
+    B, T, H, K, V = (1, 2000, 3, 128, 256) if GPU else (1, 300, 1, 16, 32)
+    ids = torch.zeros(B, T, dtype=torch.int32, device=DEVICE)
+    ids[:, 250:] = 1
+    gdn_held_to_loop(gdn_inputs(B, T, H, K, V, dtype))
+    gdn_held_to_loop(gdn_inputs(B, T, H, K, V, dtype, "gate 0"), ids)
+
+def test_gdn_parts_fill_the_gpu(monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("", (), dict(multi_processor_count=132)))
+    assert kernels.gdn_segments(384, 32, None) == 1 and kernels.gdn_segments(70, 512, None) == 1
+    for programs, NT in ((8, 1024), (1, 1024), (40, 1000), (8, 100)):
+        NS = kernels.gdn_segments(programs, NT, None)
+        size = -(-NT // NS)
+        assert NS > 1 and NS * programs <= 132 and size * (NS - 1) < NT # none is empty
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gdn_any_strides(dtype):
+    x = gdn_inputs(2, 70, 3, 16, 16, dtype)
+    do, dS = torch.randn_like(x[2])[:1, :1].expand_as(x[2]), torch.randn_like(x[5]).transpose(-1, -2).contiguous().transpose(-1, -2)
+    ref = gdn_run(kernels.gated_delta_rule, x, do=do.contiguous(), dS=dS.contiguous())
+
+    def strided(t): # time and heads swapped in memory, and off the 16-byte grid
+        base = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.transpose(1, 2).shape).transpose(1, 2)
+        return base.copy_(t.detach()).requires_grad_()
+
+    y = [strided(t) for t in x[:5]] + [x[5].detach().transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_()]
+    out = gdn_run(kernels.gated_delta_rule, y, do=do, dS=dS)
+    off = [torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t.detach()).requires_grad_() for t in x]
+    for other in (out, gdn_run(kernels.gated_delta_rule, off, do=do, dS=dS)):
+        assert all(torch.equal(other[n], ref[n]) for n in ref)
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gdn_same_bits_twice_and_nothing_unwritten(dtype, monkeypatch):
+    x, do, dS = gdn_inputs(1, 200, 3, 16, 32, dtype), torch.randn(1, 200, 3, 32, device=DEVICE), torch.randn(1, 3, 16, 32, device=DEVICE)
+    for parts in (1, 2):
+        monkeypatch.setattr(kernels, "gdn_segments", lambda *_: parts)
+        first = gdn_run(kernels.gated_delta_rule, x, do=do, dS=dS)
+        torch.use_deterministic_algorithms(True, warn_only=True) # torch.empty is filled with NaN
+        try:
+            assert torch.empty(8, device=DEVICE).isnan().all()
+            second = gdn_run(kernels.gated_delta_rule, x, do=do, dS=dS)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(torch.equal(first[n], second[n]) for n in first)
+
+def test_gdn_carries_its_state():
+    """A sequence in two calls, the state carried, equals one call."""
+    x = gdn_inputs(1, 100, 1, 16, 16, torch.float32)
+
+    def in_two(q, k, v, g, beta, scale, S0, segment_ids):
+        o1, S = kernels.gated_delta_rule(*(t[:, :37] for t in (q, k, v, g, beta)), scale, S0)
+        o2, S = kernels.gated_delta_rule(*(t[:, 37:] for t in (q, k, v, g, beta)), scale, S)
+        return torch.cat([o1, o2], 1), S
+
+    gdn_held_to_loop(x, f=in_two)
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("K, V", [(16, 32), (100, 20), (1, 1)] + [(128, 256)] * GPU)
+def test_gdn_step(K, V, dtype):
+    """Steps against the loop, from a state of either layout, updated in place; then one more after the chunk kernel."""
+    x = [t.detach() for t in gdn_inputs(2, 4, 3, K, V, dtype)]
+    o_ref, S_ref = gated_delta_rule_loop(*(t.double() for t in x[:5]), None, x[5].double())
+    for state in (x[5].clone(), x[5].transpose(-1, -2).clone(memory_format=torch.contiguous_format).transpose(-1, -2)):
+        o = torch.stack([kernels.gated_delta_rule_step(*(t[:, i] for t in x[:5]), state) for i in range(4)], 1)
+        assert o.dtype == dtype and state_error(state, S_ref) < 1e-5
+        assert max(errors(o, o_ref)) < (6e-3 if dtype == torch.bfloat16 else 1e-5)
+    _, state = kernels.gated_delta_rule(*(t[:, :3] for t in x[:5]), None, x[5])
+    o = kernels.gated_delta_rule_step(*(t[:, 3] for t in x[:5]), state)
+    assert max(errors(o[:, None], o_ref[:, 3:])) < GDN_TOL[dtype]["o"][0] and state_error(state, S_ref) < GDN_TOL[dtype]["S"]
+
+def test_gdn_refuses_in_one_sentence(monkeypatch):
+    x = [t.detach() for t in gdn_inputs(1, 4, 2, 16, 16, torch.float32)]
+
+    def refused(match, f=kernels.gated_delta_rule, **changed):
+        args = dict(zip(("q", "k", "v", "g", "beta", "initial_state"), x), **changed)
+        with pytest.raises(AssertionError, match=match) as e:
+            f(**args)
+        assert "\n" not in str(e.value)
+
+    wide = torch.zeros(1, 4, 2, 512, device=DEVICE)
+    refused("K=512", q=wide, k=wide)
+    refused("V=512", v=wide)
+    for dtype in (torch.float16, torch.float64):
+        refused("bfloat16 or float32", **{n: t.to(dtype) for n, t in zip("qkv", x)})
+    refused("one shape", k=x[1][:, :3])
+    refused("g must have shape", g=x[3][..., None])
+    refused("g must be torch.float32", g=x[3].bfloat16())
+    refused("beta must be", beta=x[4].double())
+    refused("state must have shape", initial_state=x[5][:, :1])
+    refused("state must be torch.float32", initial_state=x[5].bfloat16())
+    refused("segment_ids must be torch.int32", segment_ids=torch.zeros(1, 4, dtype=torch.int64, device=DEVICE))
+    refused("empty", **{n: t[:, :0] for n, t in zip(("q", "k", "v", "g", "beta"), x)})
+    step = dict(f=kernels.gated_delta_rule_step, q=x[0][:, 0], k=x[1][:, 0], v=x[2][:, 0], g=x[3][:, 0], beta=x[4][:, 0])
+    with pytest.raises(AssertionError, match="state must have shape"):
+        kernels.gated_delta_rule_step(*list(step.values())[1:], x[5][:, :1])
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    refused("on the CPU", **{n: t.cpu() for n, t in zip("qkv", x)})
+
+def test_gdn_opcheck():
+    q, k, v, g, beta, S0 = gdn_inputs(1, 20, 1, 16, 16, torch.float32)
+    S0 = S0.transpose(-1, -2).contiguous().detach().requires_grad_()
+    ids = (torch.arange(20, device=DEVICE)[None] > 7).int()
+    torch.library.opcheck(kernels.gdn_fwd, (q, k, v, g, beta, S0, ids, 0.25, True))
+    torch.library.opcheck(kernels.gdn_step, tuple(t.detach()[:, 0] for t in (q, k, v, g, beta)) + (S0.detach().clone(), 0.25))
+
+def test_gdn_compiles_without_a_break():
+    x = gdn_inputs(1, 70, 2, 16, 32, torch.bfloat16 if GPU else torch.float32)
+    do, dS = torch.randn_like(x[2]), torch.randn_like(x[5])
+    compiled = torch.compile(kernels.gated_delta_rule, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    out, ref = (gdn_run(f, x, do=do, dS=dS) for f in (compiled, kernels.gated_delta_rule))
+    assert all(torch.equal(out[n], ref[n]) for n in ref)
+
+@gpu
+def test_gdn_beyond_the_grid_and_32_bits():
+    """B * H above 65,535, and tensors above 2**31 elements: the last rows against the same rows alone."""
+    for B, T, H, K, V in ((70_000, 3, 1, 16, 16), (9, 130_000, 8, 16, 256)):
+        x = [t.detach().requires_grad_() for t in gdn_inputs(1, T, H, K, V, torch.bfloat16)]
+        wide = [t.detach().expand(B, *t.shape[1:]).contiguous().requires_grad_() for t in x]
+        do, dS = torch.randn_like(x[2]), torch.randn_like(x[5])
+        ref = gdn_run(kernels.gated_delta_rule, x, do=do, dS=dS)
+        out = gdn_run(kernels.gated_delta_rule, wide, do=do.expand(B, *do.shape[1:]), dS=dS.expand(B, *dS.shape[1:]))
+        assert all(max(errors(out[n][-1:], ref[n])) < 1e-2 for n in ("o", "dq", "dk", "dv"))
+
+@gpu
+@pytest.mark.parametrize("kind", ["init", "gate 0"])
+def test_gdn_error_does_not_grow_with_time(kind):
+    from model import gated_delta_rule_chunked
+    worst = {}
+    for T in (512, 8192):
+        x = gdn_inputs(1, T, 8, 128, 128, torch.bfloat16, kind)
+        do, dS = torch.randn_like(x[2]), torch.randn_like(x[5])
+        out = gdn_run(kernels.gated_delta_rule, x, do=do, dS=dS)
+        x64 = [t.detach().double().requires_grad_() for t in x]
+        ref = gdn_run(gated_delta_rule_chunked, x64, do=do, dS=dS)
+        gdn_compare(out, ref, x, GDN_TOL[torch.bfloat16])
+        worst[T] = {n: errors(out[n], ref[n])[0] for n in ("o", "dq", "dk", "dv")}
+    assert all(worst[8192][n] < 1.3 * worst[512][n] for n in worst[512]), worst
+
+@gpu
+def test_gdn_long_and_few_heads():
+    from model import gated_delta_rule_chunked
+    x = gdn_inputs(1, 65536, 2, 128, 128, torch.bfloat16)
+    assert kernels.gdn_segments(2, 1024, x[0].device) > 1
+    do, dS = torch.randn_like(x[2]), torch.randn_like(x[5])
+    x64 = [t.detach().double().requires_grad_() for t in x]
+    gdn_compare(gdn_run(kernels.gated_delta_rule, x, do=do, dS=dS), gdn_run(gated_delta_rule_chunked, x64, do=do, dS=dS), x,
+                GDN_TOL[torch.bfloat16])
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the short convolution
