@@ -59,6 +59,407 @@ def tiles(x, rows, cols):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Gated Linear Attention
+#
+# S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T,   o_t = scale S_t^T q_t,   S is (K, V), g <= 0                           (1)
+#
+# Split T into chunks of BT. Inside one, G_i = g_1 + ... + g_i, S is the state on entry and S' the one on exit:
+#   qe = scale q e^G,   ke = k e^{G_last - G},   P_ij = scale sum_k q_ik k_jk e^{G_ik - G_jk} for j <= i             (2)
+#   o = qe S + P v                                                                                                   (3)
+#   S' = diag(e^{G_last}) S + ke^T v                                                                                 (4)
+# Backward, with dS' the gradient of S':
+#   dS = diag(e^{G_last}) dS' + qe^T do                                                                              (5)
+#   dv = ke dS' + P^T do,   dP = do v^T for j <= i                                                                   (6)
+#   dq_i = scale e^{G_i} (S do_i)        + scale sum_{j<=i} dP_ij k_j e^{G_i - G_j}                                  (7)
+#   dk_j = e^{G_last - G_j} (dS' v_j)    + scale sum_{i>=j} dP_ij q_i e^{G_i - G_j}                                  (8)
+#   dg_t = sum_{i>=t} (q dq - k dk)_i + sum_v (e^{G_last} S dS')_v + sum_j k_j e^{G_last - G_j} (dS' v_j)            (9)
+# The sums over i and j are over the chunk: summed over all of T, (9) would lose its accuracy with T. The pairs i = j
+# cancel in q dq - k dk and are left out of it, since their rounding alone is larger than a small dg.
+#
+# Ranges. qe and ke have no positive exponent. P is one product around the middle row m of the chunk,
+#   P = scale (q e^E) (k e^{-E})^T,   E = G - G_m,                                                                  (10)
+# and stays in range while |E| <= REACH. In a chunk that exceeds it ("strong") each pair j < i belongs to the level
+# of its first differing bit: at the level of blocks of 2w rows, i lies in the late half, j in the early half, and r is
+# the last early row. Then G_i - G_r and G_r - G_j are both sums of g, never positive, for gates of any strength:
+#   X = e^{G - G_r} in late rows, e^{G_r - G} in early ones;   Z = X q in late rows, X k in early ones              (11)
+#   P_ij = scale (Z Z^T)_ij,   X dP Z the intra part of dq in late rows,   X dP^T Z that of dk in early ones        (12)
+# Documents. Where segment ids differ, P_ij = 0; rows outside the entering state's segment have qe = 0, those outside
+# the leaving state's ke = 0; and e^{G_last} = 0 unless the two are one. Sums of g never cross a boundary, so a document's
+# outputs do not depend on another's inputs to the last bit.
+#
+#   name      symbol        shape               dtype        written by   read by
+#   qe, ke    qe, ke        (B, T, H, K)        as q         prep         sweep; qe is saved for backward
+#   P         P             (B, T, H, BT)       as q         prep         sweep, grad
+#   decay     e^{G_last}    (B H, NT, K)        fp32         prep         sweep, grad
+#   h         S^T           (B H, NT V, K)      as q         sweep        grad (training only)
+#   dh        dS'^T         (B H, NT V, K)      as q         sweep        grad
+# The state is held transposed, (V, K): it is then the first operand of each of its products and never leaves registers.
+# Per token and head, forward and backward: 18 K V + 6 BT (K + V) FLOPs, 14 K + 8 V + 4 BT + 8 K V / BT values moved.
+
+REACH = tl.constexpr(64.0) # |E| up to here is one product: e^64 is 6e27, times any q or k it fits bf16
+PREC = tl.constexpr("tf32x3") # of fp32 products; bf16 products are exact
+
+@triton.jit
+def gla_segments(segment_ids, i_b, i_t, T, BT: tl.constexpr):
+    """Of chunk i_t: the segment of each row (BT,), of the entering state and of the leaving state."""
+    ids = segment_ids + i_b.to(tl.int64) * T
+    seg = tl.load(ids + tl.minimum(i_t * BT + tl.arange(0, BT), T - 1))
+    return seg, tl.load(ids + tl.maximum(i_t * BT - 1, 0)), tl.load(ids + tl.minimum(i_t * BT + BT - 1, T - 1))
+
+@triton.jit
+def gla_matsum(M, x, DT: tl.constexpr):
+    """M x for M of 0, 1 and -1: sums of rows of x. To 2^-17 of x where fp32 x meets bf16 tensor cores, as high + low."""
+    if x.dtype == DT:
+        # sums: (BT, BT) x (BT, K)
+        s = tl.dot(M.to(DT), x, input_precision=PREC)
+    else:
+        high = x.to(DT)
+        s = tl.dot(M.to(DT), high, input_precision=PREC)
+        s = tl.dot(M.to(DT), (x - high.to(tl.float32)).to(DT), s, input_precision=PREC)
+    return s
+
+@triton.jit
+def gla_gates(b_g, seg, first, last, DT: tl.constexpr, BT: tl.constexpr):
+    """E of (10) within each segment (BT, K), and vectors (K,) so that G = E + enter, G_last - G = leave - E."""
+    o = tl.arange(0, BT)
+    early = o < BT // 2 # rows up to m
+    M = (o[None, :] <= o[:, None]).to(tl.float32) - early[None, :].to(tl.float32)
+    E = gla_matsum(tl.where(seg[:, None] == seg[None, :], M, 0.0), b_g, DT)
+    enter = tl.sum(tl.where((early & (seg == first))[:, None], b_g, 0.0).to(tl.float32), 0)
+    leave = tl.sum(tl.where((~early & (seg == last))[:, None], b_g, 0.0).to(tl.float32), 0)
+    return E, enter, leave
+
+@triton.jit
+def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
+    """X and Z of (11) at a level, which rows are late, and which pairs (i, j) belong to it."""
+    o = tl.arange(0, BT)
+    w = BT >> (level + 1)
+    late = o // w % 2 == 1
+    r = o // (2 * w) * 2 * w + w - 1
+    after, before = o[None, :] > r[:, None], o[None, :] <= r[:, None]
+    M = tl.where(late[:, None], after & (o[None, :] <= o[:, None]), before & (o[None, :] > o[:, None]))
+    M = M & (seg[:, None] == seg[None, :])
+    X = tl.exp(gla_matsum(M.to(tl.float32), b_g, DT))
+    Z = (tl.where(late[:, None], b_q, b_k).to(tl.float32) * X).to(DT)
+    pair = late[:, None] & ~late[None, :] & (r[:, None] == r[None, :]) & (seg[:, None] == seg[None, :])
+    return X, Z, late, pair
+
+@triton.jit
+def gla_prep_kernel(q, k, g, segment_ids, qe, ke, P, decay, strong, scale, T,
+                    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr):
+    """Eq. (2) of a chunk, and whether it is strong. Grid (B H, NT)."""
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = i_bh // H, i_bh % H
+    i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t # of a (B H, NT, *) tensor
+    DT: tl.constexpr = q.dtype
+    seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    b_q = q.load([i_b, i_t * BT, i_h * K]).reshape(BT, K) # rows past T are zero
+    b_k = k.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
+    b_g = g.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
+    E, enter, leave = gla_gates(b_g, seg, first, last, DT, BT)
+
+    b_qe = tl.where((seg == first)[:, None], b_q * tl.exp(E + enter[None, :]) * scale, 0.0)
+    b_ke = tl.where((seg == last)[:, None], b_k * tl.exp(leave[None, :] - E), 0.0)
+    qe.store([i_b, i_t * BT, i_h * K], b_qe.to(DT).reshape(1, BT, K))
+    ke.store([i_b, i_t * BT, i_h * K], b_ke.to(DT).reshape(1, BT, K))
+    b_decay = tl.exp(enter + leave) * (first == last).to(tl.float32)
+    tl.store(decay + i_c * K + tl.arange(0, K), b_decay)
+
+    o = tl.arange(0, BT)
+    tl.store(strong + i_c, (tl.max(tl.abs(E)) > REACH).to(tl.int32))
+    # (10): (BT, K) x (K, BT); above the diagonal, and in a strong chunk, it may overflow
+    b_P = tl.dot((b_q * tl.exp(E)).to(DT), tl.trans((b_k * tl.exp(-E)).to(DT)), input_precision=PREC) * scale
+    b_P = tl.where((o[:, None] >= o[None, :]) & (seg[:, None] == seg[None, :]), b_P, 0.0)
+    P.store([i_b, i_t * BT, i_h * BT], b_P.to(DT).reshape(1, BT, BT))
+
+@triton.jit
+def gla_strong_kernel(q, k, g, segment_ids, P, strong, scale, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr):
+    """P of a strong chunk by levels, (12). Grid (B H, NT); returns at once where the chunk is not strong."""
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_b, i_h = i_bh // H, i_bh % H
+    if tl.load(strong + i_bh.to(tl.int64) * tl.num_programs(1) + i_t) == 0:
+        return
+    seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    b_q = q.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
+    b_k = k.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
+    b_g = g.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
+    o = tl.arange(0, BT)
+    diagonal = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+    b_P = tl.where(o[:, None] == o[None, :], diagonal[:, None], 0.0)
+    for level in range(6): # BT = 2^6
+        X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, q.dtype, BT)
+        # Z Z^T: (BT, K) x (K, BT)
+        b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision=PREC), 0.0)
+    P.store([i_b, i_t * BT, i_h * BT], (b_P * scale).to(q.dtype).reshape(1, BT, BT))
+
+@triton.jit
+def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H: tl.constexpr, K: tl.constexpr,
+                     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, OUT: tl.constexpr,
+                     STATES: tl.constexpr, LOCAL: tl.constexpr, STAGES: tl.constexpr):
+    """
+    The state through the chunks, S <- decay S + a^T x: (4) with a = ke, x = v, or (5) from the right with a = qe, x = do.
+    OUT writes y = c S + P x, c = qe, (3), or y = c S + P^T x, c = ke, (6); STATES writes S as each chunk meets it. Grid (B H V/BV, segments of n chunks): LOCAL
+    leaves each segment's S from zero and its decay in part, part_decay; the full pass starts from those before it.
+    """
+    i_bh, i_v, i_s = tl.program_id(0) // (V // BV), tl.program_id(0) % (V // BV) * BV, tl.program_id(1)
+    i_b, i_h, NT = i_bh // H, i_bh % H, tl.cdiv(T, BT)
+    BH = tl.num_programs(0).to(tl.int64) // (V // BV)
+    o_k = tl.arange(0, K)
+    tile = (i_v + tl.arange(0, BV))[:, None] * K + o_k[None, :] # of a (V, K) state
+    S = tl.zeros([BV, K], dtype=tl.float32)
+    if not LOCAL:
+        if S0 is not None:
+            S = tl.load(S0 + i_bh.to(tl.int64) * V * K + tile)
+        for i in range(i_s):
+            S *= tl.load(part_decay + (i * BH + i_bh) * K + o_k)[None, :]
+            S += tl.load(part + (i * BH + i_bh) * V * K + tile)
+    total = tl.zeros([K], dtype=tl.float32) + 1.0 # the segment's decay
+
+    for j in tl.range(i_s * n, tl.minimum(i_s * n + n, NT), num_stages=STAGES):
+        i_t = NT - 1 - j if REVERSE else j
+        b_a = a.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
+        b_x = x.load([i_b, i_t * BT, i_h * V + i_v]).reshape(BT, BV)
+        b_decay = tl.load(decay + (i_bh.to(tl.int64) * NT + i_t) * K + o_k)
+        if STATES:
+            h.store([i_bh, i_t * V + i_v, 0], S.to(b_a.dtype).reshape(1, BV, K))
+        if OUT:
+            b_c = c.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
+            b_P = P.load([i_b, i_t * BT, i_h * BT]).reshape(BT, BT)
+            # (3) transposed: (BV, K) x (K, BT) + (BV, BT) x (BT, BT)
+            yT = tl.dot(S.to(b_a.dtype), tl.trans(b_c), input_precision=PREC)
+            yT = tl.dot(tl.trans(b_x), b_P if REVERSE else tl.trans(b_P), yT, input_precision=PREC)
+            y.store([i_b, i_t * BT, i_h * V + i_v], tl.trans(yT).to(b_a.dtype).reshape(1, BT, BV))
+        # (4) or (5) transposed: (BV, BT) x (BT, K)
+        S = tl.dot(tl.trans(b_x), b_a, S * b_decay[None, :], input_precision=PREC)
+        if LOCAL:
+            total *= b_decay
+    if LOCAL:
+        tl.store(part + (i_s * BH + i_bh) * V * K + tile, S)
+        tl.store(part_decay + (i_s * BH + i_bh) * K + o_k, total) # the same from every block of V
+    elif i_s == tl.num_programs(1) - 1:
+        tl.store(SN + i_bh.to(tl.int64) * V * K + tile, S)
+
+@triton.jit
+def gla_grad_kernel(q, k, v, g, segment_ids, do, decay, strong, h, dh, dq, dk, dg, scale, T, H: tl.constexpr,
+                    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                    STRONG: tl.constexpr, STAGES: tl.constexpr):
+    """Eqs. (7) to (9) of a chunk for BK keys. Grid (B H K/BK, NT); returns at once where the chunk is not as STRONG."""
+    i_bh, i_k, i_t = tl.program_id(0) // (K // BK), tl.program_id(0) % (K // BK) * BK, tl.program_id(1)
+    i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
+    i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t
+    if tl.load(strong + i_c) != STRONG:
+        return
+    DT: tl.constexpr = q.dtype
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dP = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dPT = tl.zeros([BT, BT], dtype=tl.float32) # by its own product: a transposed product must not enter the next one
+    SdS = tl.zeros([8, BK], dtype=tl.float32) # sum_v S dS', in 8 parts
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
+        b_do = do.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
+        b_h = h.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
+        b_dh = dh.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
+        SdS += tl.sum((b_h.to(tl.float32) * b_dh.to(tl.float32)).reshape(BV // 8, 8, BK), 0)
+        # S do and dS' v: (BT, BV) x (BV, BK);  dP and dP^T: (BT, BV) x (BV, BT)
+        b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
+        b_dk = tl.dot(b_v, b_dh, b_dk, input_precision=PREC)
+        b_dP = tl.dot(b_do, tl.trans(b_v), b_dP, input_precision=PREC)
+        b_dPT = tl.dot(b_v, tl.trans(b_do), b_dPT, input_precision=PREC)
+
+    b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+    b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+    b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+    o = tl.arange(0, BT)
+    seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    at_first, at_last, one = (seg == first)[:, None], (seg == last)[:, None], seg[:, None] == seg[None, :]
+    E, enter, leave = gla_gates(b_g, seg, first, last, DT, BT)
+    diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)[:, None] * scale
+    b_dP = tl.where((o[:, None] > o[None, :]) & one, b_dP * scale, 0.0)
+    b_dPT = tl.where((o[:, None] < o[None, :]) & one, b_dPT * scale, 0.0)
+    b_y = tl.load(decay + i_c * K + i_k + tl.arange(0, BK)) * tl.sum(SdS, 0)
+    if STRONG:
+        b_dq = tl.where(at_first, b_dq * tl.exp(E + enter[None, :]) * scale, 0.0)
+        b_dk = tl.where(at_last, b_dk * tl.exp(leave[None, :] - E), 0.0)
+        b_y += tl.sum(b_k * b_dk, 0)
+        for level in range(6):
+            X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
+            both = tl.where(pair | tl.trans(pair), b_dP + b_dPT, 0.0).to(DT)
+            # (12): (BT, BT) x (BT, BK)
+            XdPZ = X * tl.dot(both, Z, input_precision=PREC)
+            b_dq += tl.where(late[:, None], XdPZ, 0.0)
+            b_dk += tl.where(late[:, None], 0.0, XdPZ)
+    else:
+        # (7) and (8) around row m, as (10): (BT, BT) x (BT, BK)
+        b_dq = tl.where(at_first, b_dq * (scale * tl.exp(enter))[None, :], 0.0)
+        b_dq = tl.dot(b_dP.to(DT), (b_k * tl.exp(-E)).to(DT), b_dq, input_precision=PREC) * tl.exp(E)
+        b_dk = tl.where(at_last, b_dk * tl.exp(leave)[None, :], 0.0)
+        b_y += tl.sum(b_k * tl.exp(-E) * b_dk, 0)
+        b_dk = tl.dot(b_dPT.to(DT), (b_q * tl.exp(E)).to(DT), b_dk, input_precision=PREC) * tl.exp(-E)
+    dq.store([i_b, t0, i_h * K + i_k], (b_dq + diagonal * b_k).to(DT).reshape(1, BT, BK))
+    dk.store([i_b, t0, i_h * K + i_k], (b_dk + diagonal * b_q).to(DT).reshape(1, BT, BK))
+    # (9): (BT, BT) x (BT, BK)
+    later = ((o[:, None] <= o[None, :]) & one).to(tl.float32)
+    b_dg = gla_matsum(later, b_q * b_dq - b_k * b_dk, DT) + tl.where(at_last, b_y[None, :], 0.0)
+    dg.store([i_b, t0, i_h * K + i_k], b_dg.to(g.dtype).reshape(1, BT, BK))
+
+@triton.jit
+def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.constexpr, BK: tl.constexpr,
+                    BV: tl.constexpr):
+    """Eq. (1), one token. state (B, H, K, V) with strides sb, sh, sk, sv is updated in place. Grid (B H, V/BV)."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    o_v = tl.program_id(1) * BV + tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    b_q = tl.load(q + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32) * scale
+    b_k = tl.load(k + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_g = tl.load(g + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_v = tl.load(v + i_bh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+    tile = state + i_bh // H * sb + i_bh % H * sh + o_v[:, None] * sv + o_k[None, :] * sk
+    mask = m_v[:, None] & m_k[None, :]
+    S = tl.load(tile, mask=mask, other=0.0)
+    S = S * tl.exp(b_g)[None, :] + b_k[None, :] * b_v[:, None]
+    tl.store(tile, S, mask=mask)
+    tl.store(o + i_bh * V + o_v, tl.sum(S * b_q[None, :], 1).to(o.dtype.element_ty), mask=m_v)
+
+# launch settings by the bytes of a row of K keys, for H200 with 227 KB of shared memory a program
+def gla_launch(K, V, dtype, device):
+    """(prep, sweep with outputs, sweep of states alone, grad) launch settings: fixed, so that each can be checked."""
+    wide = K * dtype.itemsize > 256
+    run = dict(enable_fp_fusion=True)
+    prep = dict(num_warps=4, num_stages=1, **run)
+    out = dict(BV=min(V, 32 if wide else 128), STAGES=2 if wide else 3, num_warps=8, **run)
+    states = dict(BV=min(V, 32 if wide else 64), STAGES=2 if wide else 3, num_warps=4, **run)
+    grad = dict(BK=min(K, 64), BV=min(V, 64), STAGES=2, num_warps=4, **run)
+    return prep, out, states, grad
+
+def gla_split(programs, NT, device):
+    """(segments, chunks in each) of a sweep of NT chunks: enough that programs x segments fill the device."""
+    slots = 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
+    n = triton.cdiv(NT, max(1, min(slots // programs, NT // 4)))
+    return triton.cdiv(NT, n), n
+
+def gla_sweep(x, a, c, P, y, h, S0, decay, launch, reverse):
+    """Both passes of gla_sweep_kernel: returns the last state (B, H, V, K), fp32; fills y and h where they are given."""
+    B, T, H, V, K = *x.shape, a.shape[-1]
+    NT, BV, BH = triton.cdiv(T, BT), launch["BV"], B * H
+    NS, n = gla_split(BH * (V // BV), NT, x.device)
+    SN = x.new_empty(B, H, V, K, dtype=torch.float32)
+    part = x.new_empty(NS - 1, BH, V, K, dtype=torch.float32)
+    part_decay = x.new_empty(NS - 1, BH, K, dtype=torch.float32)
+    io = [tiles(x, BT, BV), tiles(a, BT, K), None, None, None, None, S0, SN, decay, part, part_decay, T, n]
+    shape = dict(H=H, K=K, V=V, BT=BT, REVERSE=reverse, **launch)
+    if NS > 1:
+        gla_sweep_kernel[(BH * (V // BV), NS - 1)](*io, OUT=False, STATES=False, LOCAL=True, **shape)
+    if y is not None:
+        io[2:5] = tiles(c, BT, K), tiles(P, BT, BT), tiles(y, BT, BV)
+    if h is not None:
+        io[5] = TensorDescriptor.from_tensor(h, [1, BV, K])
+    gla_sweep_kernel[(BH * (V // BV), NS)](*io, OUT=y is not None, STATES=h is not None, LOCAL=False, **shape)
+    return SN
+
+@torch.library.custom_op("kernels::gla_fwd", mutates_args=())
+def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor
+            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o and the last state (B, H, V, K); for backward qe, ke, P, decay and strong."""
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+    qe, ke, o, P = torch.empty_like(q), torch.empty_like(q), torch.empty_like(v), q.new_empty(B, T, H, BT)
+    decay = q.new_empty(B * H, NT, K, dtype=torch.float32)
+    strong = q.new_empty(B * H, NT, dtype=torch.int32)
+    prep, out, _, _ = gla_launch(K, V, q.dtype, q.device)
+    qkg, tP = [tiles(x, BT, K) for x in (q, k, g)], tiles(P, BT, BT)
+    with torch.cuda.device_of(q):
+        gla_prep_kernel[(B * H, NT)](*qkg, segment_ids, tiles(qe, BT, K), tiles(ke, BT, K), tP, decay, strong, scale, T,
+                                     H=H, K=K, BT=BT, **prep)
+        gla_strong_kernel[(B * H, NT)](*qkg, segment_ids, tP, strong, scale, T, H=H, K=K, BT=BT, **prep)
+        SN = gla_sweep(v, ke, qe, P, o, None, S0, decay, out, reverse=False)
+    return o, SN, qe, ke, P, decay, strong
+
+@gla_fwd.register_fake
+def _(q, k, v, g, scale, S0, segment_ids):
+    (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT), torch.float32
+    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), torch.empty_like(q), torch.empty_like(q),
+            q.new_empty(B, T, H, BT), q.new_empty(B * H, NT, K, dtype=f32), q.new_empty(B * H, NT, dtype=torch.int32))
+
+@torch.library.custom_op("kernels::gla_bwd", mutates_args=())
+def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor,
+            qe: Tensor, ke: Tensor, P: Tensor, decay: Tensor, strong: Tensor, do: Tensor, dSN: Optional[Tensor]
+            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dg and the gradient (B, H, V, K) of the initial state. The states are computed again, not stored."""
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+    dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
+    h, dh = q.new_empty(B * H, NT * V, K), q.new_empty(B * H, NT * V, K)
+    _, out, states, grad = gla_launch(K, V, q.dtype, q.device)
+    BK, BV = grad["BK"], grad["BV"]
+    with torch.cuda.device_of(q):
+        gla_sweep(v, ke, None, None, None, h, S0, decay, states, reverse=False)
+        dS0 = gla_sweep(do, qe, ke, P, dv, dh, dSN, decay, out, reverse=True)
+        tq, tk, tg, tdq, tdk, tdg = (tiles(x, BT, BK) for x in (q, k, g, dq, dk, dg))
+        th, tdh = (TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh))
+        for is_strong in (False, True):
+            gla_grad_kernel[(B * H * (K // BK), NT)](
+                tq, tk, tiles(v, BT, BV), tg, segment_ids, tiles(do, BT, BV), decay, strong, th, tdh, tdq, tdk, tdg,
+                scale, T, H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
+    return dq, dk, dv, dg, dS0
+
+@gla_bwd.register_fake
+def _(q, k, v, g, scale, S0, segment_ids, qe, ke, P, decay, strong, do, dSN):
+    return *map(torch.empty_like, (q, k, v, g)), q.new_empty(q.shape[0], q.shape[2], v.shape[-1], q.shape[-1],
+                                                             dtype=torch.float32)
+
+def gla_save(ctx, inputs, output):
+    q, k, v, g, scale, S0, segment_ids = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, g, S0, segment_ids, *output[2:])
+    ctx.scale = scale
+
+def gla_backward(ctx, do, dSN, *_):
+    q, k, v, g, S0, segment_ids, *saved = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do.contiguous() # only the final state may feed the loss
+    dSN = None if dSN is None else dSN.contiguous()
+    dq, dk, dv, dg, dS0 = gla_bwd(q, k, v, g, ctx.scale, S0, segment_ids, *saved, do, dSN)
+    return dq, dk, dv, dg, None, None if S0 is None else dS0, None
+
+gla_fwd.register_autograd(gla_backward, setup_context=gla_save)
+
+def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
+    """
+    Gated Linear Attention (Yang et al. 2024, arXiv:2312.06635), eq. (1) over T tokens: returns o, final_state.
+
+    q, k (B, T, H, K) and v (B, T, H, V), all bf16 or all fp32; g (B, T, H, K), log decay <= 0, bf16 or fp32; scale
+    defaults to K**-0.5. initial_state and final_state (B, H, K, V), fp32, both differentiable. segment_ids (B, T) int32,
+    non-decreasing: the state restarts at zero where the id changes; initial_state belongs to the first token's segment.
+    K and V from 1 to 256. What cannot run raises an AssertionError that says why.
+    """
+    check(q, k, v, [("g", g, q.shape, (torch.bfloat16, torch.float32))], initial_state, segment_ids)
+    B, T, H, K, V = *q.shape, v.shape[-1]
+    scale = K**-0.5 if scale is None else float(scale)
+    S0 = None
+    if initial_state is not None: # held transposed, with K contiguous and padded
+        S0 = widen(F.pad(initial_state, (0, widen(v[:1, :1, :1]).shape[-1] - V)).transpose(-1, -2))
+    if segment_ids is None:
+        segment_ids = torch.zeros(B, T, dtype=torch.int32, device=q.device)
+    o, SN, *_ = gla_fwd(widen(q), widen(k), widen(v), widen(g), scale, S0, segment_ids.contiguous())
+    return o[..., :V], SN[..., :V, :K].transpose(-1, -2)
+
+@torch.library.custom_op("kernels::gla_step", mutates_args={"state"})
+def gla_step_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+    B, H, K, V = state.shape
+    o, BV = torch.empty_like(v), 32
+    with torch.cuda.device_of(q):
+        gla_step_kernel[(B * H, triton.cdiv(V, BV))](
+            q, k, v, g, state, o, scale, K, V, *state.stride(), H=H, BK=triton.next_power_of_2(K), BV=BV,
+            num_warps=4, enable_fp_fusion=True)
+    return o
+
+@gla_step_op.register_fake
+def _(q, k, v, g, state, scale):
+    return torch.empty_like(v)
+
+def gla_step(q, k, v, g, state, scale=None):
+    """One token of `gla`: q, k, g (B, H, K), v (B, H, V); state (B, H, K, V), fp32, is updated in place. Returns o."""
+    check(q, k, v, [("g", g, q.shape, (torch.bfloat16, torch.float32))], state)
+    scale = q.shape[-1]**-0.5 if scale is None else float(scale)
+    return gla_step_op(*(x.contiguous() for x in (q, k, v, g)), state, scale)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the gated delta rule
