@@ -118,15 +118,11 @@ def gla_matsum(M, x, DT: tl.constexpr):
     return s
 
 @triton.jit
-def gla_gates(b_g, seg, first, last, DT: tl.constexpr, BT: tl.constexpr):
-    """E of (10) within each segment (BT, K), and vectors (K,) so that G = E + enter, G_last - G = leave - E."""
+def gla_gates(b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
+    """E of (10), each segment by itself: (BT, *)."""
     o = tl.arange(0, BT)
-    early = o < BT // 2 # rows up to m
-    M = (o[None, :] <= o[:, None]).to(tl.float32) - early[None, :].to(tl.float32)
-    E = gla_matsum(tl.where(seg[:, None] == seg[None, :], M, 0.0), b_g, DT)
-    enter = tl.sum(tl.where((early & (seg == first))[:, None], b_g, 0.0).to(tl.float32), 0)
-    leave = tl.sum(tl.where((~early & (seg == last))[:, None], b_g, 0.0).to(tl.float32), 0)
-    return E, enter, leave
+    M = (o[None, :] <= o[:, None]).to(tl.float32) - (o < BT // 2)[None, :].to(tl.float32)
+    return gla_matsum(tl.where(seg[:, None] == seg[None, :], M, 0.0), b_g, DT)
 
 @triton.jit
 def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
@@ -144,32 +140,40 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
     return X, Z, late, pair
 
 @triton.jit
-def gla_prep_kernel(q, k, g, segment_ids, qe, ke, P, decay, strong, scale, T,
-                    H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr):
+def gla_prep_kernel(q, k, g, segment_ids, qe, ke, P, enter, leave, decay, strong, scale, T, H: tl.constexpr,
+                    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
     """Eq. (2) of a chunk, and whether it is strong. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = i_bh // H, i_bh % H
+    i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t # of a (B H, NT, *) tensor
     DT: tl.constexpr = q.dtype
-    seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    b_q = q.load([i_b, i_t * BT, i_h * K]).reshape(BT, K) # rows past T are zero
-    b_k = k.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
-    b_g = g.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
-    E, enter, leave = gla_gates(b_g, seg, first, last, DT, BT)
-
-    b_qe = tl.where((seg == first)[:, None], b_q * tl.exp(E + enter[None, :]) * scale, 0.0)
-    b_ke = tl.where((seg == last)[:, None], b_k * tl.exp(leave[None, :] - E), 0.0)
-    qe.store([i_b, i_t * BT, i_h * K], b_qe.to(DT).reshape(1, BT, K))
-    ke.store([i_b, i_t * BT, i_h * K], b_ke.to(DT).reshape(1, BT, K))
-    b_decay = tl.exp(enter + leave) * (first == last).to(tl.float32)
-    tl.store(decay + i_c * K + tl.arange(0, K), b_decay)
-
     o = tl.arange(0, BT)
-    tl.store(strong + i_c, (tl.max(tl.abs(E)) > REACH).to(tl.int32))
-    # (10): (BT, K) x (K, BT); above the diagonal, and in a strong chunk, it may overflow
-    b_P = tl.dot((b_q * tl.exp(E)).to(DT), tl.trans((b_k * tl.exp(-E)).to(DT)), input_precision=PREC) * scale
-    b_P = tl.where((o[:, None] >= o[None, :]) & (seg[:, None] == seg[None, :]), b_P, 0.0)
-    P.store([i_b, i_t * BT, i_h * BT], b_P.to(DT).reshape(1, BT, BT))
+    seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    m_first, m_last, early = (seg == first)[:, None], (seg == last)[:, None], (o < BT // 2)[:, None]
+    b_P = tl.zeros([BT, BT], dtype=tl.float32)
+    reach = tl.zeros([BT], dtype=tl.float32)
+    for i_k in tl.range(0, K, BK, num_stages=STAGES):
+        b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK) # rows past T are zero
+        b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        E = gla_gates(b_g, seg, DT, BT)
+        reach = tl.maximum(reach, tl.max(tl.abs(E), 1))
+        # G = E + enter where the entering state reaches, G_last - G = leave - E where the leaving state is written
+        b_enter = tl.sum(tl.where(early & m_first, b_g.to(tl.float32), 0.0), 0)
+        b_leave = tl.sum(tl.where(~early & m_last, b_g.to(tl.float32), 0.0), 0)
+        b_qe = tl.where(m_first, b_q * tl.exp(E + b_enter[None, :]) * scale, 0.0)
+        qe.store([i_b, t0, i_h * K + i_k], b_qe.to(DT).reshape(1, BT, BK))
+        b_ke = tl.where(m_last, b_k * tl.exp(b_leave[None, :] - E), 0.0)
+        ke.store([i_b, t0, i_h * K + i_k], b_ke.to(DT).reshape(1, BT, BK))
+        row = i_c * K + i_k + tl.arange(0, BK)
+        tl.store(enter + row, b_enter)
+        tl.store(leave + row, b_leave)
+        tl.store(decay + row, tl.exp(b_enter + b_leave) * (first == last).to(tl.float32))
+        # (10): (BT, BK) x (BK, BT); above the diagonal, and in a strong chunk, it may overflow
+        b_P = tl.dot((b_q * tl.exp(E)).to(DT), tl.trans((b_k * tl.exp(-E)).to(DT)), b_P, input_precision=PREC)
+    b_P = tl.where((o[:, None] >= o[None, :]) & (seg[:, None] == seg[None, :]), b_P * scale, 0.0)
+    P.store([i_b, t0, i_h * BT], b_P.to(DT).reshape(1, BT, BT))
+    tl.store(strong + i_c, (tl.max(reach, 0) > REACH).to(tl.int32))
 
 @triton.jit
 def gla_strong_kernel(q, k, g, segment_ids, P, strong, scale, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr):
@@ -239,16 +243,23 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H:
         tl.store(SN + i_bh.to(tl.int64) * V * K + tile, S)
 
 @triton.jit
-def gla_grad_kernel(q, k, v, g, segment_ids, do, decay, strong, h, dh, dq, dk, dg, scale, T, H: tl.constexpr,
-                    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-                    STRONG: tl.constexpr, STAGES: tl.constexpr):
+def gla_grad_kernel(q, k, v, g, segment_ids, do, enter, leave, decay, strong, h, dh, dq, dk, dg, scale, T,
+                    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                    BV: tl.constexpr, STRONG: tl.constexpr, STAGES: tl.constexpr):
     """Eqs. (7) to (9) of a chunk for BK keys. Grid (B H K/BK, NT); returns at once where the chunk is not as STRONG."""
     i_bh, i_k, i_t = tl.program_id(0) // (K // BK), tl.program_id(0) % (K // BK) * BK, tl.program_id(1)
     i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t
     if tl.load(strong + i_c) != STRONG:
         return
-    DT: tl.constexpr = q.dtype
+    DT: tl.constexpr = v.dtype
+    o = tl.arange(0, BT)
+    # by pointer: these loads then stay in flight through the loop
+    row = ((i_b.to(tl.int64) * T + t0 + o) * H + i_h)[:, None] * K + i_k + tl.arange(0, BK)[None, :]
+    live = (t0 + o < T)[:, None]
+    b_q = tl.load(q + row, mask=live, other=0.0)
+    b_k = tl.load(k + row, mask=live, other=0.0)
+    b_g = tl.load(g + row, mask=live, other=0.0)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     b_dP = tl.zeros([BT, BT], dtype=tl.float32)
@@ -266,20 +277,18 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, decay, strong, h, dh, dq, dk, d
         b_dP = tl.dot(b_do, tl.trans(b_v), b_dP, input_precision=PREC)
         b_dPT = tl.dot(b_v, tl.trans(b_do), b_dPT, input_precision=PREC)
 
-    b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
-    b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
-    b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
-    o = tl.arange(0, BT)
     seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    row = i_c * K + i_k + tl.arange(0, BK)
+    b_enter, b_leave, b_decay = tl.load(enter + row), tl.load(leave + row), tl.load(decay + row)
+    E = gla_gates(b_g, seg, DT, BT)
     at_first, at_last, one = (seg == first)[:, None], (seg == last)[:, None], seg[:, None] == seg[None, :]
-    E, enter, leave = gla_gates(b_g, seg, first, last, DT, BT)
     diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)[:, None] * scale
     b_dP = tl.where((o[:, None] > o[None, :]) & one, b_dP * scale, 0.0)
     b_dPT = tl.where((o[:, None] < o[None, :]) & one, b_dPT * scale, 0.0)
-    b_y = tl.load(decay + i_c * K + i_k + tl.arange(0, BK)) * tl.sum(SdS, 0)
+    b_y = b_decay * tl.sum(SdS, 0)
     if STRONG:
-        b_dq = tl.where(at_first, b_dq * tl.exp(E + enter[None, :]) * scale, 0.0)
-        b_dk = tl.where(at_last, b_dk * tl.exp(leave[None, :] - E), 0.0)
+        b_dq = tl.where(at_first, b_dq * tl.exp(E + b_enter[None, :]) * scale, 0.0)
+        b_dk = tl.where(at_last, b_dk * tl.exp(b_leave[None, :] - E), 0.0)
         b_y += tl.sum(b_k * b_dk, 0)
         for level in range(6):
             X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
@@ -290,9 +299,9 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, decay, strong, h, dh, dq, dk, d
             b_dk += tl.where(late[:, None], 0.0, XdPZ)
     else:
         # (7) and (8) around row m, as (10): (BT, BT) x (BT, BK)
-        b_dq = tl.where(at_first, b_dq * (scale * tl.exp(enter))[None, :], 0.0)
+        b_dq = tl.where(at_first, b_dq * (scale * tl.exp(b_enter))[None, :], 0.0)
         b_dq = tl.dot(b_dP.to(DT), (b_k * tl.exp(-E)).to(DT), b_dq, input_precision=PREC) * tl.exp(E)
-        b_dk = tl.where(at_last, b_dk * tl.exp(leave)[None, :], 0.0)
+        b_dk = tl.where(at_last, b_dk * tl.exp(b_leave)[None, :], 0.0)
         b_y += tl.sum(b_k * tl.exp(-E) * b_dk, 0)
         b_dk = tl.dot(b_dPT.to(DT), (b_q * tl.exp(E)).to(DT), b_dk, input_precision=PREC) * tl.exp(-E)
     dq.store([i_b, t0, i_h * K + i_k], (b_dq + diagonal * b_k).to(DT).reshape(1, BT, BK))
@@ -300,7 +309,7 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, decay, strong, h, dh, dq, dk, d
     # (9): (BT, BT) x (BT, BK)
     later = ((o[:, None] <= o[None, :]) & one).to(tl.float32)
     b_dg = gla_matsum(later, b_q * b_dq - b_k * b_dk, DT) + tl.where(at_last, b_y[None, :], 0.0)
-    dg.store([i_b, t0, i_h * K + i_k], b_dg.to(g.dtype).reshape(1, BT, BK))
+    dg.store([i_b, t0, i_h * K + i_k], b_dg.to(dg.dtype).reshape(1, BT, BK))
 
 @triton.jit
 def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.constexpr, BK: tl.constexpr,
@@ -326,7 +335,7 @@ def gla_launch(K, V, dtype, device):
     """(prep, sweep with outputs, sweep of states alone, grad) launch settings: fixed, so that each can be checked."""
     wide = K * dtype.itemsize > 256
     run = dict(enable_fp_fusion=True)
-    prep = dict(num_warps=4, num_stages=1, **run)
+    prep = dict(BK=min(K, 64), STAGES=3, num_warps=4, **run)
     out = dict(BV=min(V, 32 if wide else 128), STAGES=2 if wide else 3, num_warps=8, **run)
     states = dict(BV=min(V, 32 if wide else 64), STAGES=2 if wide else 3, num_warps=4, **run)
     grad = dict(BK=min(K, 64), BV=min(V, 64), STAGES=2, num_warps=4, **run)
@@ -360,29 +369,31 @@ def gla_sweep(x, a, c, P, y, h, S0, decay, launch, reverse):
 @torch.library.custom_op("kernels::gla_fwd", mutates_args=())
 def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor
             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o and the last state (B, H, V, K); for backward qe, ke, P, decay and strong."""
+    """o and the last state (B, H, V, K); for backward qe, ke, P, gates (enter, leave, decay) and strong."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     qe, ke, o, P = torch.empty_like(q), torch.empty_like(q), torch.empty_like(v), q.new_empty(B, T, H, BT)
-    decay = q.new_empty(B * H, NT, K, dtype=torch.float32)
+    gates = q.new_empty(3, B * H, NT, K, dtype=torch.float32) # enter, leave, decay
     strong = q.new_empty(B * H, NT, dtype=torch.int32)
     prep, out, _, _ = gla_launch(K, V, q.dtype, q.device)
-    qkg, tP = [tiles(x, BT, K) for x in (q, k, g)], tiles(P, BT, BT)
+    BK = prep["BK"]
     with torch.cuda.device_of(q):
-        gla_prep_kernel[(B * H, NT)](*qkg, segment_ids, tiles(qe, BT, K), tiles(ke, BT, K), tP, decay, strong, scale, T,
+        gla_prep_kernel[(B * H, NT)](*(tiles(x, BT, BK) for x in (q, k, g)), segment_ids, tiles(qe, BT, BK),
+                                     tiles(ke, BT, BK), tiles(P, BT, BT), *gates, strong, scale, T,
                                      H=H, K=K, BT=BT, **prep)
-        gla_strong_kernel[(B * H, NT)](*qkg, segment_ids, tP, strong, scale, T, H=H, K=K, BT=BT, **prep)
-        SN = gla_sweep(v, ke, qe, P, o, None, S0, decay, out, reverse=False)
-    return o, SN, qe, ke, P, decay, strong
+        gla_strong_kernel[(B * H, NT)](*(tiles(x, BT, K) for x in (q, k, g)), segment_ids, tiles(P, BT, BT), strong,
+                                       scale, T, H=H, K=K, BT=BT, num_warps=4, enable_fp_fusion=True)
+        SN = gla_sweep(v, ke, qe, P, o, None, S0, gates[2], out, reverse=False)
+    return o, SN, qe, ke, P, gates, strong
 
 @gla_fwd.register_fake
 def _(q, k, v, g, scale, S0, segment_ids):
     (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT), torch.float32
     return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), torch.empty_like(q), torch.empty_like(q),
-            q.new_empty(B, T, H, BT), q.new_empty(B * H, NT, K, dtype=f32), q.new_empty(B * H, NT, dtype=torch.int32))
+            q.new_empty(B, T, H, BT), q.new_empty(3, B * H, NT, K, dtype=f32), q.new_empty(B * H, NT, dtype=torch.int32))
 
 @torch.library.custom_op("kernels::gla_bwd", mutates_args=())
 def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor,
-            qe: Tensor, ke: Tensor, P: Tensor, decay: Tensor, strong: Tensor, do: Tensor, dSN: Optional[Tensor]
+            qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor, dSN: Optional[Tensor]
             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg and the gradient (B, H, V, K) of the initial state. The states are computed again, not stored."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
@@ -391,18 +402,18 @@ def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     _, out, states, grad = gla_launch(K, V, q.dtype, q.device)
     BK, BV = grad["BK"], grad["BV"]
     with torch.cuda.device_of(q):
-        gla_sweep(v, ke, None, None, None, h, S0, decay, states, reverse=False)
-        dS0 = gla_sweep(do, qe, ke, P, dv, dh, dSN, decay, out, reverse=True)
-        tq, tk, tg, tdq, tdk, tdg = (tiles(x, BT, BK) for x in (q, k, g, dq, dk, dg))
+        gla_sweep(v, ke, None, None, None, h, S0, gates[2], states, reverse=False)
+        dS0 = gla_sweep(do, qe, ke, P, dv, dh, dSN, gates[2], out, reverse=True)
+        tdq, tdk, tdg = (tiles(x, BT, BK) for x in (dq, dk, dg))
         th, tdh = (TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh))
         for is_strong in (False, True):
             gla_grad_kernel[(B * H * (K // BK), NT)](
-                tq, tk, tiles(v, BT, BV), tg, segment_ids, tiles(do, BT, BV), decay, strong, th, tdh, tdq, tdk, tdg,
-                scale, T, H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
+                q, k, tiles(v, BT, BV), g, segment_ids, tiles(do, BT, BV), *gates, strong, th, tdh, tdq, tdk, tdg, scale, T,
+                H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
     return dq, dk, dv, dg, dS0
 
 @gla_bwd.register_fake
-def _(q, k, v, g, scale, S0, segment_ids, qe, ke, P, decay, strong, do, dSN):
+def _(q, k, v, g, scale, S0, segment_ids, qe, ke, P, gates, strong, do, dSN):
     return *map(torch.empty_like, (q, k, v, g)), q.new_empty(q.shape[0], q.shape[2], v.shape[-1], q.shape[-1],
                                                              dtype=torch.float32)
 
