@@ -176,24 +176,28 @@ def gla_prep_kernel(q, k, g, segment_ids, qe, ke, P, enter, leave, decay, strong
     tl.store(strong + i_c, (tl.max(reach, 0) > REACH).to(tl.int32))
 
 @triton.jit
-def gla_strong_kernel(q, k, g, segment_ids, P, strong, scale, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr):
+def gla_strong_kernel(q, k, g, segment_ids, P, strong, scale, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
+                      BK: tl.constexpr):
     """P of a strong chunk by levels, (12). Grid (B H, NT); returns at once where the chunk is not strong."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
-    i_b, i_h = i_bh // H, i_bh % H
+    i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
     if tl.load(strong + i_bh.to(tl.int64) * tl.num_programs(1) + i_t) == 0:
         return
+    DT: tl.constexpr = q.dtype
     seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    b_q = q.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
-    b_k = k.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
-    b_g = g.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
     o = tl.arange(0, BT)
-    diagonal = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
-    b_P = tl.where(o[:, None] == o[None, :], diagonal[:, None], 0.0)
-    for level in range(6): # BT = 2^6
-        X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, q.dtype, BT)
-        # Z Z^T: (BT, K) x (K, BT)
-        b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision=PREC), 0.0)
-    P.store([i_b, i_t * BT, i_h * BT], (b_P * scale).to(q.dtype).reshape(1, BT, BT))
+    b_P = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_k in range(0, K, BK):
+        b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        diagonal = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+        b_P += tl.where(o[:, None] == o[None, :], diagonal[:, None], 0.0)
+        for level in range(6): # BT = 2^6
+            X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
+            # Z Z^T: (BT, BK) x (BK, BT)
+            b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision=PREC), 0.0)
+    P.store([i_b, t0, i_h * BT], (b_P * scale).to(DT).reshape(1, BT, BT))
 
 @triton.jit
 def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H: tl.constexpr, K: tl.constexpr,
@@ -380,8 +384,8 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
         gla_prep_kernel[(B * H, NT)](*(tiles(x, BT, BK) for x in (q, k, g)), segment_ids, tiles(qe, BT, BK),
                                      tiles(ke, BT, BK), tiles(P, BT, BT), *gates, strong, scale, T,
                                      H=H, K=K, BT=BT, **prep)
-        gla_strong_kernel[(B * H, NT)](*(tiles(x, BT, K) for x in (q, k, g)), segment_ids, tiles(P, BT, BT), strong,
-                                       scale, T, H=H, K=K, BT=BT, num_warps=4, enable_fp_fusion=True)
+        gla_strong_kernel[(B * H, NT)](*(tiles(x, BT, BK) for x in (q, k, g)), segment_ids, tiles(P, BT, BT), strong,
+                                       scale, T, H=H, K=K, BT=BT, BK=BK, num_warps=4, num_stages=1, enable_fp_fusion=True)
         SN = gla_sweep(v, ke, qe, P, o, None, S0, gates[2], out, reverse=False)
     return o, SN, qe, ke, P, gates, strong
 
