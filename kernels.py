@@ -109,21 +109,21 @@ def gla_segments(segment_ids, i_b, i_t, T, BT: tl.constexpr):
 
 @triton.jit
 def gla_matsum(M, x, DT: tl.constexpr):
-    """M x for M of 0, 1 and -1: sums of rows of x. To 2^-17 of x where fp32 x meets bf16 tensor cores, as high + low."""
+    """Sums of rows of x where M (BT, BT), times fp32 signs; to 2^-17 of x where fp32 x meets bf16: as high + low."""
+    M = M.to(DT)
     if x.dtype == DT:
-        # sums: (BT, BT) x (BT, K)
-        s = tl.dot(M.to(DT), x, input_precision=PREC)
+        s = tl.dot(M, x, input_precision=PREC)
     else:
         high = x.to(DT)
-        s = tl.dot(M.to(DT), high, input_precision=PREC)
-        s = tl.dot(M.to(DT), (x - high.to(tl.float32)).to(DT), s, input_precision=PREC)
+        s = tl.dot(M, high, input_precision=PREC)
+        s = tl.dot(M, (x - high.to(tl.float32)).to(DT), s, input_precision=PREC)
     return s
 
 @triton.jit
 def gla_gates(b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
     """E of (10), each segment by itself: (BT, *)."""
     o = tl.arange(0, BT)
-    M = (o[None, :] <= o[:, None]).to(tl.float32) - (o < BT // 2)[None, :].to(tl.float32)
+    M = tl.where(o[None, :] <= o[:, None], 1.0, 0.0) - tl.where(o < BT // 2, 1.0, 0.0)[None, :]
     return gla_matsum(tl.where(seg[:, None] == seg[None, :], M, 0.0), b_g, DT)
 
 @triton.jit
@@ -136,7 +136,7 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
     after, before = o[None, :] > r[:, None], o[None, :] <= r[:, None]
     M = tl.where(late[:, None], after & (o[None, :] <= o[:, None]), before & (o[None, :] > o[:, None]))
     M = M & (seg[:, None] == seg[None, :])
-    X = tl.exp(gla_matsum(M.to(tl.float32), b_g, DT))
+    X = tl.exp(gla_matsum(tl.where(M, 1.0, 0.0), b_g, DT))
     Z = (tl.where(late[:, None], b_q, b_k).to(tl.float32) * X).to(DT)
     pair = late[:, None] & ~late[None, :] & (r[:, None] == r[None, :]) & (seg[:, None] == seg[None, :])
     return X, Z, late, pair
@@ -144,7 +144,7 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
 @triton.jit
 def gla_prep_kernel(q, k, g, segment_ids, qe, ke, P, enter, leave, decay, strong, scale, T, H: tl.constexpr,
                     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
-    """Eq. (2) of a chunk, and whether it is strong. Grid (B H, NT)."""
+    """Eq. (2) of a chunk by (10), and whether it is strong, thus to be done again. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t # of a (B H, NT, *) tensor
@@ -163,27 +163,29 @@ def gla_prep_kernel(q, k, g, segment_ids, qe, ke, P, enter, leave, decay, strong
         # G = E + enter where the entering state reaches, G_last - G = leave - E where the leaving state is written
         b_enter = tl.sum(tl.where(early & m_first, b_g.to(tl.float32), 0.0), 0)
         b_leave = tl.sum(tl.where(~early & m_last, b_g.to(tl.float32), 0.0), 0)
-        b_qe = tl.where(m_first, b_q * tl.exp(E + b_enter[None, :]) * scale, 0.0)
+        qx, kx = b_q * tl.exp(E), b_k * tl.exp(-E) # q e^E, k e^{-E}: infinite in some strong chunks
+        b_qe = tl.where(m_first, qx * (scale * tl.exp(b_enter))[None, :], 0.0)
         qe.store([i_b, t0, i_h * K + i_k], b_qe.to(DT).reshape(1, BT, BK))
-        b_ke = tl.where(m_last, b_k * tl.exp(b_leave[None, :] - E), 0.0)
+        b_ke = tl.where(m_last, kx * tl.exp(b_leave)[None, :], 0.0)
         ke.store([i_b, t0, i_h * K + i_k], b_ke.to(DT).reshape(1, BT, BK))
         row = i_c * K + i_k + tl.arange(0, BK)
         tl.store(enter + row, b_enter)
         tl.store(leave + row, b_leave)
         tl.store(decay + row, tl.exp(b_enter + b_leave) * (first == last).to(tl.float32))
-        # (10): (BT, BK) x (BK, BT); above the diagonal, and in a strong chunk, it may overflow
-        b_P = tl.dot((b_q * tl.exp(E)).to(DT), tl.trans((b_k * tl.exp(-E)).to(DT)), b_P, input_precision=PREC)
+        # (10): (BT, BK) x (BK, BT); above the diagonal it may overflow
+        b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision=PREC)
     b_P = tl.where((o[:, None] >= o[None, :]) & (seg[:, None] == seg[None, :]), b_P * scale, 0.0)
     P.store([i_b, t0, i_h * BT], b_P.to(DT).reshape(1, BT, BT))
     tl.store(strong + i_c, (tl.max(reach, 0) > REACH).to(tl.int32))
 
 @triton.jit
-def gla_strong_kernel(q, k, g, segment_ids, P, strong, scale, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr,
-                      BK: tl.constexpr):
-    """P of a strong chunk by levels, (12). Grid (B H, NT); returns at once where the chunk is not strong."""
+def gla_strong_kernel(q, k, g, segment_ids, qe, ke, P, enter, leave, strong, scale, T, H: tl.constexpr, K: tl.constexpr,
+                      BT: tl.constexpr, BK: tl.constexpr):
+    """Eq. (2) of a strong chunk, P by (12). Grid (B H, NT); returns at once where the chunk is not strong."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
-    if tl.load(strong + i_bh.to(tl.int64) * tl.num_programs(1) + i_t) == 0:
+    i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t
+    if tl.load(strong + i_c) == 0:
         return
     DT: tl.constexpr = q.dtype
     seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
@@ -193,6 +195,12 @@ def gla_strong_kernel(q, k, g, segment_ids, P, strong, scale, T, H: tl.constexpr
         b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
         b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
         b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        E = gla_gates(b_g, seg, DT, BT)
+        row = i_c * K + i_k + tl.arange(0, BK)
+        b_qe = tl.where((seg == first)[:, None], b_q * tl.exp(E + tl.load(enter + row)[None, :]) * scale, 0.0)
+        b_ke = tl.where((seg == last)[:, None], b_k * tl.exp(tl.load(leave + row)[None, :] - E), 0.0)
+        qe.store([i_b, t0, i_h * K + i_k], b_qe.to(DT).reshape(1, BT, BK))
+        ke.store([i_b, t0, i_h * K + i_k], b_ke.to(DT).reshape(1, BT, BK))
         diagonal = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
         b_P += tl.where(o[:, None] == o[None, :], diagonal[:, None], 0.0)
         for level in range(6): # BT = 2^6
@@ -249,7 +257,27 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H:
         tl.store(SN + i_bh.to(tl.int64) * V * K + tile, S)
 
 @triton.jit
-def gla_grad_kernel(q, k, v, g, segment_ids, do, enter, leave, decay, strong, h, dh, dq, dk, dg, scale, T,
+def gla_dP_kernel(v, do, segment_ids, dP, diagonal, scale, T, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                  BV: tl.constexpr, STAGES: tl.constexpr):
+    """scale dP of (6) in a chunk, its diagonal (B, T, H) apart, in fp32. Grid (B H, NT)."""
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
+    b_dP = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
+        b_do = do.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
+        # (BT, BV) x (BV, BT)
+        b_dP = tl.dot(b_do, tl.trans(b_v), b_dP, input_precision=PREC)
+    b_dP *= scale
+    o = tl.arange(0, BT)
+    seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)
+    tl.store(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, b_diagonal, mask=t0 + o < T)
+    b_dP = tl.where((o[:, None] > o[None, :]) & (seg[:, None] == seg[None, :]), b_dP, 0.0)
+    dP.store([i_b, t0, i_h * BT], b_dP.to(dP.dtype).reshape(1, BT, BT))
+
+@triton.jit
+def gla_grad_kernel(q, k, v, g, segment_ids, do, dP, diagonal, enter, leave, decay, strong, h, dh, dq, dk, dg, scale, T,
                     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                     BV: tl.constexpr, STRONG: tl.constexpr, STAGES: tl.constexpr):
     """Eqs. (7) to (9) of a chunk for BK keys. Grid (B H K/BK, NT); returns at once where the chunk is not as STRONG."""
@@ -260,61 +288,58 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, enter, leave, decay, strong, h,
         return
     DT: tl.constexpr = v.dtype
     o = tl.arange(0, BT)
-    # by pointer: these loads then stay in flight through the loop
-    row = ((i_b.to(tl.int64) * T + t0 + o) * H + i_h)[:, None] * K + i_k + tl.arange(0, BK)[None, :]
+    # by pointer: these loads stay in flight through the loop
+    t = (i_b.to(tl.int64) * T + t0 + o) * H + i_h
+    row = t[:, None] * K + i_k + tl.arange(0, BK)[None, :]
     live = (t0 + o < T)[:, None]
     b_q = tl.load(q + row, mask=live, other=0.0)
     b_k = tl.load(k + row, mask=live, other=0.0)
     b_g = tl.load(g + row, mask=live, other=0.0)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    b_dP = tl.zeros([BT, BT], dtype=tl.float32)
-    b_dPT = tl.zeros([BT, BT], dtype=tl.float32) # by its own product: a transposed product must not enter the next one
-    SdS = tl.zeros([8, BK], dtype=tl.float32) # sum_v S dS', in 8 parts
+    SdS = tl.zeros([16, BK], dtype=tl.float32) # sum_v S dS', in 16 parts
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         b_do = do.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         b_h = h.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
         b_dh = dh.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
-        SdS += tl.sum((b_h.to(tl.float32) * b_dh.to(tl.float32)).reshape(BV // 8, 8, BK), 0)
-        # S do and dS' v: (BT, BV) x (BV, BK);  dP and dP^T: (BT, BV) x (BV, BT)
+        SdS += tl.sum((b_h.to(tl.float32) * b_dh.to(tl.float32)).reshape(BV // 16, 16, BK), 0)
+        # S do and dS' v: (BT, BV) x (BV, BK)
         b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
         b_dk = tl.dot(b_v, b_dh, b_dk, input_precision=PREC)
-        b_dP = tl.dot(b_do, tl.trans(b_v), b_dP, input_precision=PREC)
-        b_dPT = tl.dot(b_v, tl.trans(b_do), b_dPT, input_precision=PREC)
 
     seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    m_first, m_last, one = (seg == first)[:, None], (seg == last)[:, None], seg[:, None] == seg[None, :]
     row = i_c * K + i_k + tl.arange(0, BK)
-    b_enter, b_leave, b_decay = tl.load(enter + row), tl.load(leave + row), tl.load(decay + row)
+    b_enter, b_leave, b_y = tl.load(enter + row), tl.load(leave + row), tl.load(decay + row) * tl.sum(SdS, 0)
+    b_diagonal = tl.load(diagonal + t, mask=t0 + o < T, other=0.0)[:, None]
+    b_dP = dP.load([i_b, t0, i_h * BT]).reshape(BT, BT) # zero on the diagonal and above
     E = gla_gates(b_g, seg, DT, BT)
-    at_first, at_last, one = (seg == first)[:, None], (seg == last)[:, None], seg[:, None] == seg[None, :]
-    diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)[:, None] * scale
-    b_dP = tl.where((o[:, None] > o[None, :]) & one, b_dP * scale, 0.0)
-    b_dPT = tl.where((o[:, None] < o[None, :]) & one, b_dPT * scale, 0.0)
-    b_y = b_decay * tl.sum(SdS, 0)
     if STRONG:
-        b_dq = tl.where(at_first, b_dq * tl.exp(E + b_enter[None, :]) * scale, 0.0)
-        b_dk = tl.where(at_last, b_dk * tl.exp(b_leave[None, :] - E), 0.0)
+        b_dq = tl.where(m_first, b_dq * tl.exp(E + b_enter[None, :]) * scale, 0.0)
+        b_dk = tl.where(m_last, b_dk * tl.exp(b_leave[None, :] - E), 0.0)
         b_y += tl.sum(b_k * b_dk, 0)
+        both = b_dP + tl.trans(b_dP)
         for level in range(6):
             X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
-            both = tl.where(pair | tl.trans(pair), b_dP + b_dPT, 0.0).to(DT)
             # (12): (BT, BT) x (BT, BK)
-            XdPZ = X * tl.dot(both, Z, input_precision=PREC)
+            XdPZ = X * tl.dot(tl.where(pair | tl.trans(pair), both, 0.0), Z, input_precision=PREC)
             b_dq += tl.where(late[:, None], XdPZ, 0.0)
             b_dk += tl.where(late[:, None], 0.0, XdPZ)
     else:
         # (7) and (8) around row m, as (10): (BT, BT) x (BT, BK)
-        b_dq = tl.where(at_first, b_dq * (scale * tl.exp(b_enter))[None, :], 0.0)
-        b_dq = tl.dot(b_dP.to(DT), (b_k * tl.exp(-E)).to(DT), b_dq, input_precision=PREC) * tl.exp(E)
-        b_dk = tl.where(at_last, b_dk * tl.exp(b_leave)[None, :], 0.0)
-        b_y += tl.sum(b_k * tl.exp(-E) * b_dk, 0)
-        b_dk = tl.dot(b_dPT.to(DT), (b_q * tl.exp(E)).to(DT), b_dk, input_precision=PREC) * tl.exp(-E)
-    dq.store([i_b, t0, i_h * K + i_k], (b_dq + diagonal * b_k).to(DT).reshape(1, BT, BK))
-    dk.store([i_b, t0, i_h * K + i_k], (b_dk + diagonal * b_q).to(DT).reshape(1, BT, BK))
+        X, Y = tl.exp(E), tl.exp(-E)
+        kx = b_k * Y
+        b_dq = tl.where(m_first, b_dq * (scale * tl.exp(b_enter))[None, :], 0.0)
+        b_dq = tl.dot(b_dP, kx.to(DT), b_dq, input_precision=PREC) * X
+        b_dk = tl.where(m_last, b_dk * tl.exp(b_leave)[None, :], 0.0)
+        b_y += tl.sum(kx * b_dk, 0)
+        b_dk = tl.dot(tl.trans(b_dP), (b_q * X).to(DT), b_dk, input_precision=PREC) * Y
+    dq.store([i_b, t0, i_h * K + i_k], (b_dq + b_diagonal * b_k).to(DT).reshape(1, BT, BK))
+    dk.store([i_b, t0, i_h * K + i_k], (b_dk + b_diagonal * b_q).to(DT).reshape(1, BT, BK))
     # (9): (BT, BT) x (BT, BK)
-    later = ((o[:, None] <= o[None, :]) & one).to(tl.float32)
-    b_dg = gla_matsum(later, b_q * b_dq - b_k * b_dk, DT) + tl.where(at_last, b_y[None, :], 0.0)
+    later = tl.where((o[:, None] <= o[None, :]) & one, 1.0, 0.0)
+    b_dg = gla_matsum(later, b_q * b_dq - b_k * b_dk, DT) + tl.where(m_last, b_y[None, :], 0.0)
     dg.store([i_b, t0, i_h * K + i_k], b_dg.to(dg.dtype).reshape(1, BT, BK))
 
 @triton.jit
@@ -383,11 +408,11 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     prep, out, _, _ = gla_launch(K, V, q.dtype, q.device)
     BK = prep["BK"]
     with torch.cuda.device_of(q):
-        gla_prep_kernel[(B * H, NT)](*(tiles(x, BT, BK) for x in (q, k, g)), segment_ids, tiles(qe, BT, BK),
-                                     tiles(ke, BT, BK), tiles(P, BT, BT), *gates, strong, scale, T,
-                                     H=H, K=K, BT=BT, **prep)
-        gla_strong_kernel[(B * H, NT)](*(tiles(x, BT, BK) for x in (q, k, g)), segment_ids, tiles(P, BT, BT), strong,
-                                       scale, T, H=H, K=K, BT=BT, BK=BK, num_warps=4, num_stages=1, enable_fp_fusion=True)
+        tq, tk, tg, tqe, tke = (tiles(x, BT, BK) for x in (q, k, g, qe, ke))
+        io = tq, tk, tg, segment_ids, tqe, tke, tiles(P, BT, BT)
+        gla_prep_kernel[(B * H, NT)](*io, *gates, strong, scale, T, H=H, K=K, BT=BT, **prep)
+        gla_strong_kernel[(B * H, NT)](*io, *gates[:2], strong, scale, T, H=H, K=K, BT=BT, BK=BK, num_warps=4,
+                                       num_stages=1, enable_fp_fusion=True)
         SN = gla_sweep(v, ke, qe, P, o, None, S0, gates[2], out, reverse=False)
     return o, SN, qe, ke, P, gates, strong
 
@@ -405,17 +430,20 @@ def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
     h, dh = q.new_empty(B * H, NT * V, K), q.new_empty(B * H, NT * V, K)
+    dP, diagonal = q.new_empty(B, T, H, BT), q.new_empty(B, T, H, dtype=torch.float32)
     _, out, states, grad = gla_launch(K, V, q.dtype, q.device)
     BK, BV = grad["BK"], grad["BV"]
     with torch.cuda.device_of(q):
         gla_sweep(v, ke, None, None, None, h, S0, gates[2], states, reverse=False)
         dS0 = gla_sweep(do, qe, ke, P, dv, dh, dSN, gates[2], out, reverse=True)
-        tdq, tdk, tdg = (tiles(x, BT, BK) for x in (dq, dk, dg))
-        th, tdh = (TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh))
+        tdo, tv, tdP = tiles(do, BT, BV), tiles(v, BT, BV), tiles(dP, BT, BT)
+        gla_dP_kernel[(B * H, NT)](tv, tdo, segment_ids, tdP, diagonal, scale, T, H=H, V=V, BT=BT, BV=BV, STAGES=3,
+                                   num_warps=4, enable_fp_fusion=True)
+        states = [TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh)]
+        grads = [tiles(x, BT, BK) for x in (dq, dk, dg)]
         for is_strong in (False, True):
-            gla_grad_kernel[(B * H * (K // BK), NT)](
-                q, k, tiles(v, BT, BV), g, segment_ids, tiles(do, BT, BV), *gates, strong, th, tdh, tdq, tdk, tdg, scale, T,
-                H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
+            gla_grad_kernel[(B * H * (K // BK), NT)](q, k, tv, g, segment_ids, tdo, tdP, diagonal, *gates, strong, *states,
+                                                     *grads, scale, T, H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
     return dq, dk, dv, dg, dS0
 
 @gla_bwd.register_fake
