@@ -102,10 +102,11 @@ PREC = tl.constexpr("tf32x3") # of fp32 products; bf16 products are exact
 
 @triton.jit
 def gla_segments(segment_ids, i_b, i_t, T, BT: tl.constexpr):
-    """Of chunk i_t: the segment of each row (BT,), of the entering state and of the leaving state."""
+    """Of chunk i_t: the segment of each row (BT,), of the entering state, of row m and of the leaving state."""
     ids = segment_ids + i_b.to(tl.int64) * T
-    seg = tl.load(ids + tl.minimum(i_t * BT + tl.arange(0, BT), T - 1))
-    return seg, tl.load(ids + tl.maximum(i_t * BT - 1, 0)), tl.load(ids + tl.minimum(i_t * BT + BT - 1, T - 1))
+    t, end = i_t * BT, T - 1
+    seg, first = tl.load(ids + tl.minimum(t + tl.arange(0, BT), end)), tl.load(ids + tl.maximum(t - 1, 0))
+    return seg, first, tl.load(ids + tl.minimum(t + BT // 2 - 1, end)), tl.load(ids + tl.minimum(t + BT - 1, end))
 
 @triton.jit
 def gla_matsum(M, x, DT: tl.constexpr):
@@ -120,11 +121,13 @@ def gla_matsum(M, x, DT: tl.constexpr):
     return s
 
 @triton.jit
-def gla_gates(b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
-    """E of (10), each segment by itself: (BT, *)."""
+def gla_lower_kernel(segment_ids, L, T, BT: tl.constexpr):
+    """L (B, T, 1, BT): L_ij = 1 where j <= i and both rows of the chunk are of one segment, else 0. Grid (B, NT)."""
+    i_b, i_t = tl.program_id(0), tl.program_id(1)
     o = tl.arange(0, BT)
-    M = tl.where(o[None, :] <= o[:, None], 1.0, 0.0) - tl.where(o < BT // 2, 1.0, 0.0)[None, :]
-    return gla_matsum(tl.where(seg[:, None] == seg[None, :], M, 0.0), b_g, DT)
+    seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    b_L = tl.where((o[None, :] <= o[:, None]) & (seg[:, None] == seg[None, :]), 1.0, 0.0)
+    L.store([i_b, i_t * BT, 0], b_L.to(L.dtype).reshape(1, BT, BT))
 
 @triton.jit
 def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
@@ -142,44 +145,44 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
     return X, Z, late, pair
 
 @triton.jit
-def gla_prep_kernel(q, k, g, segment_ids, qe, ke, P, enter, leave, decay, strong, scale, T, H: tl.constexpr,
+def gla_prep_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, decay, strong, scale, T, H: tl.constexpr,
                     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
     """Eq. (2) of a chunk by (10), and whether it is strong, thus to be done again. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t # of a (B H, NT, *) tensor
     DT: tl.constexpr = q.dtype
-    o = tl.arange(0, BT)
-    seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    m_first, m_last, early = (seg == first)[:, None], (seg == last)[:, None], (o < BT // 2)[:, None]
+    early = (tl.arange(0, BT) < BT // 2)[:, None] # rows up to m
+    seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    m_first, m_mid, m_last = (seg == first)[:, None], (seg == mid)[:, None], (seg == last)[:, None]
+    b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
     reach = tl.zeros([BT], dtype=tl.float32)
     for i_k in tl.range(0, K, BK, num_stages=STAGES):
         b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK) # rows past T are zero
         b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
         b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
-        E = gla_gates(b_g, seg, DT, BT)
+        b_middle = tl.sum(tl.where(early & m_mid, b_g.to(tl.float32), 0.0), 0)
+        b_leave = tl.sum(tl.where(m_last & ~(early & (last == mid)), b_g.to(tl.float32), 0.0), 0)
+        b_enter = b_middle * (first == mid).to(tl.float32)
+        E = gla_matsum(b_L, b_g, DT) - tl.where(m_mid, b_middle[None, :], 0.0)
         reach = tl.maximum(reach, tl.max(tl.abs(E), 1))
-        # G = E + enter where the entering state reaches, G_last - G = leave - E where the leaving state is written
-        b_enter = tl.sum(tl.where(early & m_first, b_g.to(tl.float32), 0.0), 0)
-        b_leave = tl.sum(tl.where(~early & m_last, b_g.to(tl.float32), 0.0), 0)
         qx, kx = b_q * tl.exp(E), b_k * tl.exp(-E) # q e^E, k e^{-E}: infinite in some strong chunks
         b_qe = tl.where(m_first, qx * (scale * tl.exp(b_enter))[None, :], 0.0)
         qe.store([i_b, t0, i_h * K + i_k], b_qe.to(DT).reshape(1, BT, BK))
         b_ke = tl.where(m_last, kx * tl.exp(b_leave)[None, :], 0.0)
         ke.store([i_b, t0, i_h * K + i_k], b_ke.to(DT).reshape(1, BT, BK))
         row = i_c * K + i_k + tl.arange(0, BK)
-        tl.store(enter + row, b_enter)
+        tl.store(middle + row, b_middle)
         tl.store(leave + row, b_leave)
         tl.store(decay + row, tl.exp(b_enter + b_leave) * (first == last).to(tl.float32))
         # (10): (BT, BK) x (BK, BT); above the diagonal it may overflow
         b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision=PREC)
-    b_P = tl.where((o[:, None] >= o[None, :]) & (seg[:, None] == seg[None, :]), b_P * scale, 0.0)
-    P.store([i_b, t0, i_h * BT], b_P.to(DT).reshape(1, BT, BT))
+    P.store([i_b, t0, i_h * BT], tl.where(b_L > 0, b_P * scale, 0.0).to(DT).reshape(1, BT, BT))
     tl.store(strong + i_c, (tl.max(reach, 0) > REACH).to(tl.int32))
 
 @triton.jit
-def gla_strong_kernel(q, k, g, segment_ids, qe, ke, P, enter, leave, strong, scale, T, H: tl.constexpr, K: tl.constexpr,
+def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong, scale, T, H: tl.constexpr, K: tl.constexpr,
                       BT: tl.constexpr, BK: tl.constexpr):
     """Eq. (2) of a strong chunk, P by (12). Grid (B H, NT); returns at once where the chunk is not strong."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
@@ -188,16 +191,19 @@ def gla_strong_kernel(q, k, g, segment_ids, qe, ke, P, enter, leave, strong, sca
     if tl.load(strong + i_c) == 0:
         return
     DT: tl.constexpr = q.dtype
-    seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
     o = tl.arange(0, BT)
+    seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(0, K, BK):
         b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
         b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
         b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
-        E = gla_gates(b_g, seg, DT, BT)
         row = i_c * K + i_k + tl.arange(0, BK)
-        b_qe = tl.where((seg == first)[:, None], b_q * tl.exp(E + tl.load(enter + row)[None, :]) * scale, 0.0)
+        b_middle = tl.load(middle + row)
+        E = gla_matsum(b_L, b_g, DT) - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
+        G = E + (b_middle * (first == mid).to(tl.float32))[None, :]
+        b_qe = tl.where((seg == first)[:, None], b_q * tl.exp(G) * scale, 0.0)
         b_ke = tl.where((seg == last)[:, None], b_k * tl.exp(tl.load(leave + row)[None, :] - E), 0.0)
         qe.store([i_b, t0, i_h * K + i_k], b_qe.to(DT).reshape(1, BT, BK))
         ke.store([i_b, t0, i_h * K + i_k], b_ke.to(DT).reshape(1, BT, BK))
@@ -257,7 +263,7 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H:
         tl.store(SN + i_bh.to(tl.int64) * V * K + tile, S)
 
 @triton.jit
-def gla_dP_kernel(v, do, segment_ids, dP, diagonal, scale, T, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+def gla_dP_kernel(v, do, L, dP, diagonal, scale, T, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                   BV: tl.constexpr, STAGES: tl.constexpr):
     """scale dP of (6) in a chunk, its diagonal (B, T, H) apart, in fp32. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
@@ -270,15 +276,14 @@ def gla_dP_kernel(v, do, segment_ids, dP, diagonal, scale, T, H: tl.constexpr, V
         b_dP = tl.dot(b_do, tl.trans(b_v), b_dP, input_precision=PREC)
     b_dP *= scale
     o = tl.arange(0, BT)
-    seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
     b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)
     tl.store(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, b_diagonal, mask=t0 + o < T)
-    b_dP = tl.where((o[:, None] > o[None, :]) & (seg[:, None] == seg[None, :]), b_dP, 0.0)
+    b_dP = tl.where((L.load([i_b, t0, 0]).reshape(BT, BT) > 0) & (o[:, None] > o[None, :]), b_dP, 0.0)
     dP.store([i_b, t0, i_h * BT], b_dP.to(dP.dtype).reshape(1, BT, BT))
 
 @triton.jit
-def gla_grad_kernel(q, k, v, g, segment_ids, do, dP, diagonal, enter, leave, decay, strong, h, dh, dq, dk, dg, scale, T,
-                    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave, decay, strong, h, dh, dq, dk, dg,
+                    scale, T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                     BV: tl.constexpr, STRONG: tl.constexpr, STAGES: tl.constexpr):
     """Eqs. (7) to (9) of a chunk for BK keys. Grid (B H K/BK, NT); returns at once where the chunk is not as STRONG."""
     i_bh, i_k, i_t = tl.program_id(0) // (K // BK), tl.program_id(0) % (K // BK) * BK, tl.program_id(1)
@@ -308,13 +313,15 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, dP, diagonal, enter, leave, dec
         b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
         b_dk = tl.dot(b_v, b_dh, b_dk, input_precision=PREC)
 
-    seg, first, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    m_first, m_last, one = (seg == first)[:, None], (seg == last)[:, None], seg[:, None] == seg[None, :]
+    seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    m_first, m_last = (seg == first)[:, None], (seg == last)[:, None]
     row = i_c * K + i_k + tl.arange(0, BK)
-    b_enter, b_leave, b_y = tl.load(enter + row), tl.load(leave + row), tl.load(decay + row) * tl.sum(SdS, 0)
+    b_middle, b_leave, b_y = tl.load(middle + row), tl.load(leave + row), tl.load(decay + row) * tl.sum(SdS, 0)
+    b_enter = b_middle * (first == mid).to(tl.float32)
     b_diagonal = tl.load(diagonal + t, mask=t0 + o < T, other=0.0)[:, None]
     b_dP = dP.load([i_b, t0, i_h * BT]).reshape(BT, BT) # zero on the diagonal and above
-    E = gla_gates(b_g, seg, DT, BT)
+    b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
+    E = gla_matsum(b_L, b_g, DT) - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
     if STRONG:
         b_dq = tl.where(m_first, b_dq * tl.exp(E + b_enter[None, :]) * scale, 0.0)
         b_dk = tl.where(m_last, b_dk * tl.exp(b_leave[None, :] - E), 0.0)
@@ -338,8 +345,7 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, dP, diagonal, enter, leave, dec
     dq.store([i_b, t0, i_h * K + i_k], (b_dq + b_diagonal * b_k).to(DT).reshape(1, BT, BK))
     dk.store([i_b, t0, i_h * K + i_k], (b_dk + b_diagonal * b_q).to(DT).reshape(1, BT, BK))
     # (9): (BT, BT) x (BT, BK)
-    later = tl.where((o[:, None] <= o[None, :]) & one, 1.0, 0.0)
-    b_dg = gla_matsum(later, b_q * b_dq - b_k * b_dk, DT) + tl.where(m_last, b_y[None, :], 0.0)
+    b_dg = gla_matsum(tl.trans(b_L), b_q * b_dq - b_k * b_dk, DT) + tl.where(m_last, b_y[None, :], 0.0)
     dg.store([i_b, t0, i_h * K + i_k], b_dg.to(dg.dtype).reshape(1, BT, BK))
 
 @triton.jit
@@ -399,32 +405,35 @@ def gla_sweep(x, a, c, P, y, h, S0, decay, launch, reverse):
 
 @torch.library.custom_op("kernels::gla_fwd", mutates_args=())
 def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor
-            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o and the last state (B, H, V, K); for backward qe, ke, P, gates (enter, leave, decay) and strong."""
+            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o and the last state (B, H, V, K); for backward L, qe, ke, P, gates (middle, leave, decay) and strong."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     qe, ke, o, P = torch.empty_like(q), torch.empty_like(q), torch.empty_like(v), q.new_empty(B, T, H, BT)
-    gates = q.new_empty(3, B * H, NT, K, dtype=torch.float32) # enter, leave, decay
+    L = q.new_empty(B, T, 1, BT)
+    gates = q.new_empty(3, B * H, NT, K, dtype=torch.float32) # middle, leave, decay
     strong = q.new_empty(B * H, NT, dtype=torch.int32)
     prep, out, _, _ = gla_launch(K, V, q.dtype, q.device)
     BK = prep["BK"]
     with torch.cuda.device_of(q):
         tq, tk, tg, tqe, tke = (tiles(x, BT, BK) for x in (q, k, g, qe, ke))
-        io = tq, tk, tg, segment_ids, tqe, tke, tiles(P, BT, BT)
+        tL = tiles(L, BT, BT)
+        io = tq, tk, tg, segment_ids, tL, tqe, tke, tiles(P, BT, BT)
+        gla_lower_kernel[(B, NT)](segment_ids, tL, T, BT=BT, num_warps=4)
         gla_prep_kernel[(B * H, NT)](*io, *gates, strong, scale, T, H=H, K=K, BT=BT, **prep)
         gla_strong_kernel[(B * H, NT)](*io, *gates[:2], strong, scale, T, H=H, K=K, BT=BT, BK=BK, num_warps=4,
                                        num_stages=1, enable_fp_fusion=True)
         SN = gla_sweep(v, ke, qe, P, o, None, S0, gates[2], out, reverse=False)
-    return o, SN, qe, ke, P, gates, strong
+    return o, SN, L, qe, ke, P, gates, strong
 
 @gla_fwd.register_fake
 def _(q, k, v, g, scale, S0, segment_ids):
     (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT), torch.float32
-    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), torch.empty_like(q), torch.empty_like(q),
-            q.new_empty(B, T, H, BT), q.new_empty(3, B * H, NT, K, dtype=f32), q.new_empty(B * H, NT, dtype=torch.int32))
+    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(B, T, 1, BT), torch.empty_like(q),
+            torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(3, B * H, NT, K, dtype=f32), q.new_empty(B * H, NT, dtype=torch.int32))
 
 @torch.library.custom_op("kernels::gla_bwd", mutates_args=())
 def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor,
-            qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor, dSN: Optional[Tensor]
+            L: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor, dSN: Optional[Tensor]
             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg and the gradient (B, H, V, K) of the initial state. The states are computed again, not stored."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
@@ -436,18 +445,18 @@ def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     with torch.cuda.device_of(q):
         gla_sweep(v, ke, None, None, None, h, S0, gates[2], states, reverse=False)
         dS0 = gla_sweep(do, qe, ke, P, dv, dh, dSN, gates[2], out, reverse=True)
-        tdo, tv, tdP = tiles(do, BT, BV), tiles(v, BT, BV), tiles(dP, BT, BT)
-        gla_dP_kernel[(B * H, NT)](tv, tdo, segment_ids, tdP, diagonal, scale, T, H=H, V=V, BT=BT, BV=BV, STAGES=3,
+        tdo, tv, tdP, tL = tiles(do, BT, BV), tiles(v, BT, BV), tiles(dP, BT, BT), tiles(L, BT, BT)
+        gla_dP_kernel[(B * H, NT)](tv, tdo, tL, tdP, diagonal, scale, T, H=H, V=V, BT=BT, BV=BV, STAGES=3,
                                    num_warps=4, enable_fp_fusion=True)
         states = [TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh)]
         grads = [tiles(x, BT, BK) for x in (dq, dk, dg)]
         for is_strong in (False, True):
-            gla_grad_kernel[(B * H * (K // BK), NT)](q, k, tv, g, segment_ids, tdo, tdP, diagonal, *gates, strong, *states,
+            gla_grad_kernel[(B * H * (K // BK), NT)](q, k, tv, g, segment_ids, tdo, tL, tdP, diagonal, *gates, strong, *states,
                                                      *grads, scale, T, H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
     return dq, dk, dv, dg, dS0
 
 @gla_bwd.register_fake
-def _(q, k, v, g, scale, S0, segment_ids, qe, ke, P, gates, strong, do, dSN):
+def _(q, k, v, g, scale, S0, segment_ids, L, qe, ke, P, gates, strong, do, dSN):
     return *map(torch.empty_like, (q, k, v, g)), q.new_empty(q.shape[0], q.shape[2], v.shape[-1], q.shape[-1],
                                                              dtype=torch.float32)
 
