@@ -493,7 +493,9 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
     if segment_ids is None:
         segment_ids = torch.zeros(B, T, dtype=torch.int32, device=q.device)
     o, SN, *_ = gla_fwd(widen(q), widen(k), widen(v), widen(g), scale, S0, segment_ids.contiguous())
-    return o[..., :V], SN[..., :V, :K].transpose(-1, -2)
+    if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
+        o, SN = o[..., :V], SN[..., :V, :K]
+    return o, SN.transpose(-1, -2)
 
 @torch.library.custom_op("kernels::gla_step", mutates_args={"state"})
 def gla_step_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
