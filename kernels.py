@@ -73,9 +73,10 @@ def tiles(x, rows, cols):
 #   dv = ke dS' + P^T do,   dP = do v^T for j <= i                                                                   (6)
 #   dq_i = scale e^{G_i} (S do_i)        + scale sum_{j<=i} dP_ij k_j e^{G_i - G_j}                                  (7)
 #   dk_j = e^{G_last - G_j} (dS' v_j)    + scale sum_{i>=j} dP_ij q_i e^{G_i - G_j}                                  (8)
-#   dg_t = sum_{i>=t} (q dq - k dk)_i + sum_v (e^{G_last} S dS')_v + sum_j k_j e^{G_last - G_j} (dS' v_j)            (9)
-# The sums over i and j are over the chunk: summed over all of T, (9) would lose its accuracy with T. The pairs i = j
-# cancel in q dq - k dk and are left out of it, since their rounding alone is larger than a small dg.
+#   a_j = k_j e^{G_last - G_j} (dS' v_j),   x_i = (q dq - k dk)_i + a_i
+#   dg_t = sum_v (e^{G_last} S dS')_v + sum_{j<t} a_j + sum_{i>=t} x_i                                               (9)
+# The sums are over the chunk: summed over all of T, (9) would lose its accuracy with T. The pairs i = j cancel in x and
+# are left out of it, since their rounding alone is larger than a small dg.
 #
 # Ranges. qe and ke have no positive exponent. P is one product around the middle row m of the chunk,
 #   P = scale (q e^E) (k e^{-E})^T,   E = G - G_m,                                                                  (10)
@@ -122,11 +123,11 @@ def gla_matsum(M, x, DT: tl.constexpr):
 
 @triton.jit
 def gla_lower_kernel(segment_ids, L, T, BT: tl.constexpr):
-    """L (B, T, 1, BT): L_ij = 1 where j <= i and both rows of the chunk are of one segment, else 0. Grid (B, NT)."""
+    """L (B, T, 1, BT): L_ij = 1 where j < i and both rows of the chunk are of one segment, else 0. Grid (B, NT)."""
     i_b, i_t = tl.program_id(0), tl.program_id(1)
     o = tl.arange(0, BT)
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    b_L = tl.where((o[None, :] <= o[:, None]) & (seg[:, None] == seg[None, :]), 1.0, 0.0)
+    b_L = tl.where((o[None, :] < o[:, None]) & (seg[:, None] == seg[None, :]), 1.0, 0.0)
     L.store([i_b, i_t * BT, 0], b_L.to(L.dtype).reshape(1, BT, BT))
 
 @triton.jit
@@ -152,7 +153,8 @@ def gla_prep_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, decay, st
     i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t # of a (B H, NT, *) tensor
     DT: tl.constexpr = q.dtype
-    early = (tl.arange(0, BT) < BT // 2)[:, None] # rows up to m
+    o = tl.arange(0, BT)
+    early = (o < BT // 2)[:, None] # rows up to m
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
     m_first, m_mid, m_last = (seg == first)[:, None], (seg == mid)[:, None], (seg == last)[:, None]
     b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
@@ -165,7 +167,7 @@ def gla_prep_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, decay, st
         b_middle = tl.sum(tl.where(early & m_mid, b_g.to(tl.float32), 0.0), 0)
         b_leave = tl.sum(tl.where(m_last & ~(early & (last == mid)), b_g.to(tl.float32), 0.0), 0)
         b_enter = b_middle * (first == mid).to(tl.float32)
-        E = gla_matsum(b_L, b_g, DT) - tl.where(m_mid, b_middle[None, :], 0.0)
+        E = gla_matsum(b_L, b_g, DT) + b_g - tl.where(m_mid, b_middle[None, :], 0.0)
         reach = tl.maximum(reach, tl.max(tl.abs(E), 1))
         qx, kx = b_q * tl.exp(E), b_k * tl.exp(-E) # q e^E, k e^{-E}: infinite in some strong chunks
         b_qe = tl.where(m_first, qx * (scale * tl.exp(b_enter))[None, :], 0.0)
@@ -178,7 +180,8 @@ def gla_prep_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, decay, st
         tl.store(decay + row, tl.exp(b_enter + b_leave) * (first == last).to(tl.float32))
         # (10): (BT, BK) x (BK, BT); above the diagonal it may overflow
         b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision=PREC)
-    P.store([i_b, t0, i_h * BT], tl.where(b_L > 0, b_P * scale, 0.0).to(DT).reshape(1, BT, BT))
+    b_P = tl.where((b_L > 0) | (o[:, None] == o[None, :]), b_P * scale, 0.0)
+    P.store([i_b, t0, i_h * BT], b_P.to(DT).reshape(1, BT, BT))
     tl.store(strong + i_c, (tl.max(reach, 0) > REACH).to(tl.int32))
 
 @triton.jit
@@ -201,7 +204,7 @@ def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong,
         b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
         row = i_c * K + i_k + tl.arange(0, BK)
         b_middle = tl.load(middle + row)
-        E = gla_matsum(b_L, b_g, DT) - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
+        E = gla_matsum(b_L, b_g, DT) + b_g - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
         G = E + (b_middle * (first == mid).to(tl.float32))[None, :]
         b_qe = tl.where((seg == first)[:, None], b_q * tl.exp(G) * scale, 0.0)
         b_ke = tl.where((seg == last)[:, None], b_k * tl.exp(tl.load(leave + row)[None, :] - E), 0.0)
@@ -278,7 +281,7 @@ def gla_dP_kernel(v, do, L, dP, diagonal, scale, T, H: tl.constexpr, V: tl.const
     o = tl.arange(0, BT)
     b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)
     tl.store(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, b_diagonal, mask=t0 + o < T)
-    b_dP = tl.where((L.load([i_b, t0, 0]).reshape(BT, BT) > 0) & (o[:, None] > o[None, :]), b_dP, 0.0)
+    b_dP = tl.where(L.load([i_b, t0, 0]).reshape(BT, BT) > 0, b_dP, 0.0)
     dP.store([i_b, t0, i_h * BT], b_dP.to(dP.dtype).reshape(1, BT, BT))
 
 @triton.jit
@@ -321,11 +324,11 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave,
     b_diagonal = tl.load(diagonal + t, mask=t0 + o < T, other=0.0)[:, None]
     b_dP = dP.load([i_b, t0, i_h * BT]).reshape(BT, BT) # zero on the diagonal and above
     b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
-    E = gla_matsum(b_L, b_g, DT) - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
+    E = gla_matsum(b_L, b_g, DT) + b_g - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
     if STRONG:
         b_dq = tl.where(m_first, b_dq * tl.exp(E + b_enter[None, :]) * scale, 0.0)
         b_dk = tl.where(m_last, b_dk * tl.exp(b_leave[None, :] - E), 0.0)
-        b_y += tl.sum(b_k * b_dk, 0)
+        b_a = b_k * b_dk
         both = b_dP + tl.trans(b_dP)
         for level in range(6):
             X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
@@ -340,12 +343,14 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave,
         b_dq = tl.where(m_first, b_dq * (scale * tl.exp(b_enter))[None, :], 0.0)
         b_dq = tl.dot(b_dP, kx.to(DT), b_dq, input_precision=PREC) * X
         b_dk = tl.where(m_last, b_dk * tl.exp(b_leave)[None, :], 0.0)
-        b_y += tl.sum(kx * b_dk, 0)
+        b_a = kx * b_dk
         b_dk = tl.dot(tl.trans(b_dP), (b_q * X).to(DT), b_dk, input_precision=PREC) * Y
     dq.store([i_b, t0, i_h * K + i_k], (b_dq + b_diagonal * b_k).to(DT).reshape(1, BT, BK))
     dk.store([i_b, t0, i_h * K + i_k], (b_dk + b_diagonal * b_q).to(DT).reshape(1, BT, BK))
-    # (9): (BT, BT) x (BT, BK)
-    b_dg = gla_matsum(tl.trans(b_L), b_q * b_dq - b_k * b_dk, DT) + tl.where(m_last, b_y[None, :], 0.0)
+    # (9), L of j < i: (BT, BT) x (BT, BK)
+    b_x = b_q * b_dq - (b_k * b_dk - b_a)
+    b_dg = gla_matsum(tl.trans(b_L), b_x, DT) + b_x + b_y[None, :]
+    b_dg = tl.dot(b_L, b_a.to(DT), b_dg, input_precision=PREC)
     dg.store([i_b, t0, i_h * K + i_k], b_dg.to(dg.dtype).reshape(1, BT, BK))
 
 @triton.jit
