@@ -63,6 +63,466 @@ def tiles(x, rows, cols):
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Gated Linear Attention
+#
+# S_t = diag(e^{g_t}) S_{t-1} + k_t v_t^T,   o_t = scale S_t^T q_t,   S is (K, V), g <= 0                           (1)
+#
+# Split T into chunks of BT. Inside one, G_i = g_1 + ... + g_i, S is the state on entry and S' the one on exit:
+#   qe = scale q e^G,   ke = k e^{G_last - G},   P_ij = scale sum_k q_ik k_jk e^{G_ik - G_jk} for j <= i             (2)
+#   o = qe S + P v                                                                                                   (3)
+#   S' = diag(e^{G_last}) S + ke^T v                                                                                 (4)
+# Backward, with dS' the gradient of S':
+#   dS = diag(e^{G_last}) dS' + qe^T do                                                                              (5)
+#   dv = ke dS' + P^T do,   dP = do v^T for j <= i                                                                   (6)
+#   dq_i = scale e^{G_i} (S do_i)        + scale sum_{j<=i} dP_ij k_j e^{G_i - G_j}                                  (7)
+#   dk_j = e^{G_last - G_j} (dS' v_j)    + scale sum_{i>=j} dP_ij q_i e^{G_i - G_j}                                  (8)
+#   a_j = k_j e^{G_last - G_j} (dS' v_j),   x_i = (q dq - k dk)_i + a_i
+#   dg_t = sum_v (e^{G_last} S dS')_v + sum_{j<t} a_j + sum_{i>=t} x_i                                               (9)
+# The sums are over the chunk: summed over all of T, (9) would lose its accuracy with T. The pairs i = j cancel in x and
+# are left out of it, since their rounding alone is larger than a small dg.
+#
+# Ranges. qe and ke have no positive exponent. P is one product around the middle row m of the chunk,
+#   P = scale (q e^E) (k e^{-E})^T,   E = G - G_m,                                                                  (10)
+# and stays in range while |E| <= REACH. In a chunk that exceeds it ("strong") each pair j < i belongs to the level
+# of its first differing bit: at the level of blocks of 2w rows, i lies in the late half, j in the early half, and r is
+# the last early row. Then G_i - G_r and G_r - G_j are both sums of g, never positive, for gates of any strength:
+#   X = e^{G - G_r} in late rows, e^{G_r - G} in early ones;   Z = X q in late rows, X k in early ones              (11)
+#   P_ij = scale (Z Z^T)_ij,   X dP Z the intra part of dq in late rows,   X dP^T Z that of dk in early ones        (12)
+# Documents. Where segment ids differ, P_ij = 0; rows outside the entering state's segment have qe = 0, those outside
+# the leaving state's ke = 0; and e^{G_last} = 0 unless the two are one. Sums of g never cross a boundary, so a document's
+# outputs do not depend on another's inputs to the last bit.
+#
+#   name      symbol        shape               dtype        written by   read by
+#   qe, ke    qe, ke        (B, T, H, K)        as q         prep         sweep; qe is saved for backward
+#   P         P             (B, T, H, BT)       as q         prep         sweep, grad
+#   decay     e^{G_last}    (B H, NT, K)        fp32         prep         sweep, grad
+#   h         S^T           (B H, NT V, K)      as q         sweep        grad (training only)
+#   dh        dS'^T         (B H, NT V, K)      as q         sweep        grad
+# The state is held transposed, (V, K): it is then the first operand of each of its products and never leaves registers.
+# Per token and head, forward and backward: 18 K V + 6 BT (K + V) FLOPs, 14 K + 8 V + 4 BT + 8 K V / BT values moved.
+
+REACH = tl.constexpr(64.0) # |E| up to here is one product: e^64 is 6e27, times any q or k it fits bf16
+PREC = tl.constexpr("tf32x3") # of fp32 products; bf16 products are exact
+
+@triton.jit
+def gla_segments(segment_ids, i_b, i_t, T, BT: tl.constexpr):
+    """Of chunk i_t: the segment of each row (BT,), of the entering state, of row m and of the leaving state."""
+    ids = segment_ids + i_b.to(tl.int64) * T
+    t, end = i_t * BT, T - 1
+    seg, first = tl.load(ids + tl.minimum(t + tl.arange(0, BT), end)), tl.load(ids + tl.maximum(t - 1, 0))
+    return seg, first, tl.load(ids + tl.minimum(t + BT // 2 - 1, end)), tl.load(ids + tl.minimum(t + BT - 1, end))
+
+@triton.jit
+def gla_matsum(M, x, DT: tl.constexpr):
+    """Sums of rows of x where M (BT, BT), times fp32 signs; to 2^-17 of x where fp32 x meets bf16: as high + low."""
+    M = M.to(DT)
+    if x.dtype == DT:
+        s = tl.dot(M, x, input_precision=PREC)
+    else:
+        high = x.to(DT)
+        s = tl.dot(M, high, input_precision=PREC)
+        s = tl.dot(M, (x - high.to(tl.float32)).to(DT), s, input_precision=PREC)
+    return s
+
+@triton.jit
+def gla_lower_kernel(segment_ids, L, T, BT: tl.constexpr):
+    """L (B, T, 1, BT): L_ij = 1 where j < i and both rows of the chunk are of one segment, else 0. Grid (B, NT)."""
+    i_b, i_t = tl.program_id(0), tl.program_id(1)
+    o = tl.arange(0, BT)
+    seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    b_L = tl.where((o[None, :] < o[:, None]) & (seg[:, None] == seg[None, :]), 1.0, 0.0)
+    L.store([i_b, i_t * BT, 0], b_L.to(L.dtype).reshape(1, BT, BT))
+
+@triton.jit
+def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
+    """X and Z of (11) at a level, which rows are late, and which pairs (i, j) belong to it."""
+    o = tl.arange(0, BT)
+    w = BT >> (level + 1)
+    late = o // w % 2 == 1
+    r = o // (2 * w) * 2 * w + w - 1
+    after, before = o[None, :] > r[:, None], o[None, :] <= r[:, None]
+    M = tl.where(late[:, None], after & (o[None, :] <= o[:, None]), before & (o[None, :] > o[:, None]))
+    M = M & (seg[:, None] == seg[None, :])
+    X = tl.exp(gla_matsum(tl.where(M, 1.0, 0.0), b_g, DT))
+    Z = (tl.where(late[:, None], b_q, b_k).to(tl.float32) * X).to(DT)
+    pair = late[:, None] & ~late[None, :] & (r[:, None] == r[None, :]) & (seg[:, None] == seg[None, :])
+    return X, Z, late, pair
+
+@triton.jit
+def gla_prep_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, decay, strong, scale, T, H: tl.constexpr,
+                    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
+    """Eq. (2) of a chunk by (10), and whether it is strong, thus to be done again. Grid (B H, NT)."""
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
+    i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t # of a (B H, NT, *) tensor
+    DT: tl.constexpr = q.dtype
+    o = tl.arange(0, BT)
+    early = (o < BT // 2)[:, None] # rows up to m
+    seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    m_first, m_mid, m_last = (seg == first)[:, None], (seg == mid)[:, None], (seg == last)[:, None]
+    b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
+    b_P = tl.zeros([BT, BT], dtype=tl.float32)
+    reach = tl.zeros([BT], dtype=tl.float32)
+    for i_k in tl.range(0, K, BK, num_stages=STAGES):
+        b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK) # rows past T are zero
+        b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        b_middle = tl.sum(tl.where(early & m_mid, b_g.to(tl.float32), 0.0), 0)
+        b_leave = tl.sum(tl.where(m_last & ~(early & (last == mid)), b_g.to(tl.float32), 0.0), 0)
+        b_enter = b_middle * (first == mid).to(tl.float32)
+        E = gla_matsum(b_L, b_g, DT) + b_g - tl.where(m_mid, b_middle[None, :], 0.0)
+        reach = tl.maximum(reach, tl.max(tl.abs(E), 1))
+        qx, kx = b_q * tl.exp(E), b_k * tl.exp(-E) # q e^E, k e^{-E}: infinite in some strong chunks
+        b_qe = tl.where(m_first, qx * (scale * tl.exp(b_enter))[None, :], 0.0)
+        qe.store([i_b, t0, i_h * K + i_k], b_qe.to(DT).reshape(1, BT, BK))
+        b_ke = tl.where(m_last, kx * tl.exp(b_leave)[None, :], 0.0)
+        ke.store([i_b, t0, i_h * K + i_k], b_ke.to(DT).reshape(1, BT, BK))
+        row = i_c * K + i_k + tl.arange(0, BK)
+        tl.store(middle + row, b_middle)
+        tl.store(leave + row, b_leave)
+        tl.store(decay + row, tl.exp(b_enter + b_leave) * (first == last).to(tl.float32))
+        # (10): (BT, BK) x (BK, BT); above the diagonal it may overflow
+        b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision=PREC)
+    b_P = tl.where((b_L > 0) | (o[:, None] == o[None, :]), b_P * scale, 0.0)
+    P.store([i_b, t0, i_h * BT], b_P.to(DT).reshape(1, BT, BT))
+    tl.store(strong + i_c, (tl.max(reach, 0) > REACH).to(tl.int32))
+
+@triton.jit
+def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong, scale, T, H: tl.constexpr, K: tl.constexpr,
+                      BT: tl.constexpr, BK: tl.constexpr):
+    """Eq. (2) of a strong chunk, P by (12). Grid (B H, NT); returns at once where the chunk is not strong."""
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
+    i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t
+    if tl.load(strong + i_c) == 0:
+        return
+    DT: tl.constexpr = q.dtype
+    o = tl.arange(0, BT)
+    seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
+    b_P = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_k in range(0, K, BK):
+        b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        row = i_c * K + i_k + tl.arange(0, BK)
+        b_middle = tl.load(middle + row)
+        E = gla_matsum(b_L, b_g, DT) + b_g - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
+        G = E + (b_middle * (first == mid).to(tl.float32))[None, :]
+        b_qe = tl.where((seg == first)[:, None], b_q * tl.exp(G) * scale, 0.0)
+        b_ke = tl.where((seg == last)[:, None], b_k * tl.exp(tl.load(leave + row)[None, :] - E), 0.0)
+        qe.store([i_b, t0, i_h * K + i_k], b_qe.to(DT).reshape(1, BT, BK))
+        ke.store([i_b, t0, i_h * K + i_k], b_ke.to(DT).reshape(1, BT, BK))
+        diagonal = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
+        b_P += tl.where(o[:, None] == o[None, :], diagonal[:, None], 0.0)
+        for level in range(6): # BT = 2^6
+            X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
+            # Z Z^T: (BT, BK) x (BK, BT)
+            b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision=PREC), 0.0)
+    P.store([i_b, t0, i_h * BT], (b_P * scale).to(DT).reshape(1, BT, BT))
+
+@triton.jit
+def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H: tl.constexpr, K: tl.constexpr,
+                     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, OUT: tl.constexpr,
+                     STATES: tl.constexpr, LOCAL: tl.constexpr, STAGES: tl.constexpr):
+    """
+    The state through the chunks, S <- decay S + a^T x: (4) with a = ke, x = v, or (5) from the right with a = qe, x = do.
+    OUT writes y = c S + P x, c = qe, (3), or y = c S + P^T x, c = ke, (6); STATES writes S as each chunk meets it. Grid (B H V/BV, segments of n chunks): LOCAL
+    leaves each segment's S from zero and its decay in part, part_decay; the full pass starts from those before it.
+    """
+    i_bh, i_v, i_s = tl.program_id(0) // (V // BV), tl.program_id(0) % (V // BV) * BV, tl.program_id(1)
+    i_b, i_h, NT = i_bh // H, i_bh % H, tl.cdiv(T, BT)
+    BH = tl.num_programs(0).to(tl.int64) // (V // BV)
+    o_k = tl.arange(0, K)
+    tile = (i_v + tl.arange(0, BV))[:, None] * K + o_k[None, :] # of a (V, K) state
+    S = tl.zeros([BV, K], dtype=tl.float32)
+    if not LOCAL:
+        if S0 is not None:
+            S = tl.load(S0 + i_bh.to(tl.int64) * V * K + tile)
+        for i in range(i_s):
+            S *= tl.load(part_decay + (i * BH + i_bh) * K + o_k)[None, :]
+            S += tl.load(part + (i * BH + i_bh) * V * K + tile)
+    total = tl.zeros([K], dtype=tl.float32) + 1.0 # the segment's decay
+
+    for j in tl.range(i_s * n, tl.minimum(i_s * n + n, NT), num_stages=STAGES):
+        i_t = NT - 1 - j if REVERSE else j
+        b_a = a.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
+        b_x = x.load([i_b, i_t * BT, i_h * V + i_v]).reshape(BT, BV)
+        b_decay = tl.load(decay + (i_bh.to(tl.int64) * NT + i_t) * K + o_k)
+        if STATES:
+            h.store([i_bh, i_t * V + i_v, 0], S.to(b_a.dtype).reshape(1, BV, K))
+        if OUT:
+            b_c = c.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
+            b_P = P.load([i_b, i_t * BT, i_h * BT]).reshape(BT, BT)
+            # (3) transposed: (BV, K) x (K, BT) + (BV, BT) x (BT, BT)
+            yT = tl.dot(S.to(b_a.dtype), tl.trans(b_c), input_precision=PREC)
+            yT = tl.dot(tl.trans(b_x), b_P if REVERSE else tl.trans(b_P), yT, input_precision=PREC)
+            y.store([i_b, i_t * BT, i_h * V + i_v], tl.trans(yT).to(b_a.dtype).reshape(1, BT, BV))
+        # (4) or (5) transposed: (BV, BT) x (BT, K)
+        S = tl.dot(tl.trans(b_x), b_a, S * b_decay[None, :], input_precision=PREC)
+        if LOCAL:
+            total *= b_decay
+    if LOCAL:
+        tl.store(part + (i_s * BH + i_bh) * V * K + tile, S)
+        tl.store(part_decay + (i_s * BH + i_bh) * K + o_k, total) # the same from every block of V
+    elif i_s == tl.num_programs(1) - 1:
+        tl.store(SN + i_bh.to(tl.int64) * V * K + tile, S)
+
+@triton.jit
+def gla_dP_kernel(v, do, L, dP, diagonal, scale, T, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                  BV: tl.constexpr, STAGES: tl.constexpr):
+    """scale dP of (6) in a chunk, its diagonal (B, T, H) apart, in fp32. Grid (B H, NT)."""
+    i_bh, i_t = tl.program_id(0), tl.program_id(1)
+    i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
+    b_dP = tl.zeros([BT, BT], dtype=tl.float32)
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
+        b_do = do.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
+        # (BT, BV) x (BV, BT)
+        b_dP = tl.dot(b_do, tl.trans(b_v), b_dP, input_precision=PREC)
+    b_dP *= scale
+    o = tl.arange(0, BT)
+    b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)
+    tl.store(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, b_diagonal, mask=t0 + o < T)
+    b_dP = tl.where(L.load([i_b, t0, 0]).reshape(BT, BT) > 0, b_dP, 0.0)
+    dP.store([i_b, t0, i_h * BT], b_dP.to(dP.dtype).reshape(1, BT, BT))
+
+@triton.jit
+def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave, decay, strong, h, dh, dq, dk, dg,
+                    scale, T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                    BV: tl.constexpr, STRONG: tl.constexpr, STAGES: tl.constexpr):
+    """Eqs. (7) to (9) of a chunk for BK keys. Grid (B H K/BK, NT); returns at once where the chunk is not as STRONG."""
+    i_bh, i_k, i_t = tl.program_id(0) // (K // BK), tl.program_id(0) % (K // BK) * BK, tl.program_id(1)
+    i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
+    i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t
+    if tl.load(strong + i_c) != STRONG:
+        return
+    DT: tl.constexpr = v.dtype
+    o = tl.arange(0, BT)
+    # by pointer: these loads stay in flight through the loop
+    t = (i_b.to(tl.int64) * T + t0 + o) * H + i_h
+    row = t[:, None] * K + i_k + tl.arange(0, BK)[None, :]
+    live = (t0 + o < T)[:, None]
+    b_q = tl.load(q + row, mask=live, other=0.0)
+    b_k = tl.load(k + row, mask=live, other=0.0)
+    b_g = tl.load(g + row, mask=live, other=0.0)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    SdS = tl.zeros([16, BK], dtype=tl.float32) # sum_v S dS', in 16 parts
+    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
+        b_do = do.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
+        b_h = h.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
+        b_dh = dh.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
+        SdS += tl.sum((b_h.to(tl.float32) * b_dh.to(tl.float32)).reshape(BV // 16, 16, BK), 0)
+        # S do and dS' v: (BT, BV) x (BV, BK)
+        b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
+        b_dk = tl.dot(b_v, b_dh, b_dk, input_precision=PREC)
+
+    seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    m_first, m_last = (seg == first)[:, None], (seg == last)[:, None]
+    row = i_c * K + i_k + tl.arange(0, BK)
+    b_middle, b_leave, b_y = tl.load(middle + row), tl.load(leave + row), tl.load(decay + row) * tl.sum(SdS, 0)
+    b_enter = b_middle * (first == mid).to(tl.float32)
+    b_diagonal = tl.load(diagonal + t, mask=t0 + o < T, other=0.0)[:, None]
+    b_dP = dP.load([i_b, t0, i_h * BT]).reshape(BT, BT) # zero on the diagonal and above
+    b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
+    E = gla_matsum(b_L, b_g, DT) + b_g - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
+    if STRONG:
+        b_dq = tl.where(m_first, b_dq * tl.exp(E + b_enter[None, :]) * scale, 0.0)
+        b_dk = tl.where(m_last, b_dk * tl.exp(b_leave[None, :] - E), 0.0)
+        b_a = b_k * b_dk
+        both = b_dP + tl.trans(b_dP)
+        for level in range(6):
+            X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
+            # (12): (BT, BT) x (BT, BK)
+            XdPZ = X * tl.dot(tl.where(pair | tl.trans(pair), both, 0.0), Z, input_precision=PREC)
+            b_dq += tl.where(late[:, None], XdPZ, 0.0)
+            b_dk += tl.where(late[:, None], 0.0, XdPZ)
+    else:
+        # (7) and (8) around row m, as (10): (BT, BT) x (BT, BK)
+        X, Y = tl.exp(E), tl.exp(-E)
+        kx = b_k * Y
+        b_dq = tl.where(m_first, b_dq * (scale * tl.exp(b_enter))[None, :], 0.0)
+        b_dq = tl.dot(b_dP, kx.to(DT), b_dq, input_precision=PREC) * X
+        b_dk = tl.where(m_last, b_dk * tl.exp(b_leave)[None, :], 0.0)
+        b_a = kx * b_dk
+        b_dk = tl.dot(tl.trans(b_dP), (b_q * X).to(DT), b_dk, input_precision=PREC) * Y
+    dq.store([i_b, t0, i_h * K + i_k], (b_dq + b_diagonal * b_k).to(DT).reshape(1, BT, BK))
+    dk.store([i_b, t0, i_h * K + i_k], (b_dk + b_diagonal * b_q).to(DT).reshape(1, BT, BK))
+    # (9), L of j < i: (BT, BT) x (BT, BK)
+    b_x = b_q * b_dq - (b_k * b_dk - b_a)
+    b_dg = gla_matsum(tl.trans(b_L), b_x, DT) + b_x + b_y[None, :]
+    b_dg = tl.dot(b_L, b_a.to(DT), b_dg, input_precision=PREC)
+    dg.store([i_b, t0, i_h * K + i_k], b_dg.to(dg.dtype).reshape(1, BT, BK))
+
+@triton.jit
+def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.constexpr, BK: tl.constexpr,
+                    BV: tl.constexpr):
+    """Eq. (1), one token. state (B, H, K, V) with strides sb, sh, sk, sv is updated in place. Grid (B H, V/BV)."""
+    i_bh = tl.program_id(0).to(tl.int64)
+    o_k = tl.arange(0, BK)
+    o_v = tl.program_id(1) * BV + tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    b_q = tl.load(q + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32) * scale
+    b_k = tl.load(k + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_g = tl.load(g + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_v = tl.load(v + i_bh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+    tile = state + i_bh // H * sb + i_bh % H * sh + o_v[:, None] * sv + o_k[None, :] * sk
+    mask = m_v[:, None] & m_k[None, :]
+    S = tl.load(tile, mask=mask, other=0.0)
+    S = S * tl.exp(b_g)[None, :] + b_k[None, :] * b_v[:, None]
+    tl.store(tile, S, mask=mask)
+    tl.store(o + i_bh * V + o_v, tl.sum(S * b_q[None, :], 1).to(o.dtype.element_ty), mask=m_v)
+
+# launch settings by the bytes of a row of K keys, for H200 with 227 KB of shared memory a program
+def gla_launch(K, V, dtype, device):
+    """(prep, sweep with outputs, sweep of states alone, grad) launch settings: fixed, so that each can be checked."""
+    wide = K * dtype.itemsize > 256
+    run = dict(enable_fp_fusion=True)
+    prep = dict(BK=min(K, 64), STAGES=3, num_warps=4, **run)
+    out = dict(BV=min(V, 32 if wide else 128), STAGES=2 if wide else 3, num_warps=8, **run)
+    states = dict(BV=min(V, 32 if wide else 64), STAGES=2 if wide else 3, num_warps=4, **run)
+    grad = dict(BK=min(K, 64), BV=min(V, 64), STAGES=2, num_warps=4, **run)
+    return prep, out, states, grad
+
+def gla_split(programs, NT, device):
+    """(segments, chunks in each) of a sweep of NT chunks: enough that programs x segments fill the device."""
+    slots = 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
+    n = triton.cdiv(NT, max(1, min(slots // programs, NT // 4)))
+    return triton.cdiv(NT, n), n
+
+def gla_sweep(x, a, c, P, y, h, S0, decay, launch, reverse):
+    """Both passes of gla_sweep_kernel: returns the last state (B, H, V, K), fp32; fills y and h where they are given."""
+    B, T, H, V, K = *x.shape, a.shape[-1]
+    NT, BV, BH = triton.cdiv(T, BT), launch["BV"], B * H
+    NS, n = gla_split(BH * (V // BV), NT, x.device)
+    SN = x.new_empty(B, H, V, K, dtype=torch.float32)
+    part = x.new_empty(NS - 1, BH, V, K, dtype=torch.float32)
+    part_decay = x.new_empty(NS - 1, BH, K, dtype=torch.float32)
+    io = [tiles(x, BT, BV), tiles(a, BT, K), None, None, None, None, S0, SN, decay, part, part_decay, T, n]
+    shape = dict(H=H, K=K, V=V, BT=BT, REVERSE=reverse, **launch)
+    if NS > 1:
+        gla_sweep_kernel[(BH * (V // BV), NS - 1)](*io, OUT=False, STATES=False, LOCAL=True, **shape)
+    if y is not None:
+        io[2:5] = tiles(c, BT, K), tiles(P, BT, BT), tiles(y, BT, BV)
+    if h is not None:
+        io[5] = TensorDescriptor.from_tensor(h, [1, BV, K])
+    gla_sweep_kernel[(BH * (V // BV), NS)](*io, OUT=y is not None, STATES=h is not None, LOCAL=False, **shape)
+    return SN
+
+@torch.library.custom_op("kernels::gla_fwd", mutates_args=())
+def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor
+            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o and the last state (B, H, V, K); for backward L, qe, ke, P, gates (middle, leave, decay) and strong."""
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+    qe, ke, o, P = torch.empty_like(q), torch.empty_like(q), torch.empty_like(v), q.new_empty(B, T, H, BT)
+    L = q.new_empty(B, T, 1, BT)
+    gates = q.new_empty(3, B * H, NT, K, dtype=torch.float32) # middle, leave, decay
+    strong = q.new_empty(B * H, NT, dtype=torch.int32)
+    prep, out, _, _ = gla_launch(K, V, q.dtype, q.device)
+    BK = prep["BK"]
+    with torch.cuda.device_of(q):
+        tq, tk, tg, tqe, tke = (tiles(x, BT, BK) for x in (q, k, g, qe, ke))
+        tL = tiles(L, BT, BT)
+        io = tq, tk, tg, segment_ids, tL, tqe, tke, tiles(P, BT, BT)
+        gla_lower_kernel[(B, NT)](segment_ids, tL, T, BT=BT, num_warps=4)
+        gla_prep_kernel[(B * H, NT)](*io, *gates, strong, scale, T, H=H, K=K, BT=BT, **prep)
+        gla_strong_kernel[(B * H, NT)](*io, *gates[:2], strong, scale, T, H=H, K=K, BT=BT, BK=BK, num_warps=4,
+                                       num_stages=1, enable_fp_fusion=True)
+        SN = gla_sweep(v, ke, qe, P, o, None, S0, gates[2], out, reverse=False)
+    return o, SN, L, qe, ke, P, gates, strong
+
+@gla_fwd.register_fake
+def _(q, k, v, g, scale, S0, segment_ids):
+    (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT), torch.float32
+    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(B, T, 1, BT), torch.empty_like(q),
+            torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(3, B * H, NT, K, dtype=f32), q.new_empty(B * H, NT, dtype=torch.int32))
+
+@torch.library.custom_op("kernels::gla_bwd", mutates_args=())
+def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor,
+            L: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor, dSN: Optional[Tensor]
+            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, dg and the gradient (B, H, V, K) of the initial state. The states are computed again, not stored."""
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+    dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
+    h, dh = q.new_empty(B * H, NT * V, K), q.new_empty(B * H, NT * V, K)
+    dP, diagonal = q.new_empty(B, T, H, BT), q.new_empty(B, T, H, dtype=torch.float32)
+    _, out, states, grad = gla_launch(K, V, q.dtype, q.device)
+    BK, BV = grad["BK"], grad["BV"]
+    with torch.cuda.device_of(q):
+        gla_sweep(v, ke, None, None, None, h, S0, gates[2], states, reverse=False)
+        dS0 = gla_sweep(do, qe, ke, P, dv, dh, dSN, gates[2], out, reverse=True)
+        tdo, tv, tdP, tL = tiles(do, BT, BV), tiles(v, BT, BV), tiles(dP, BT, BT), tiles(L, BT, BT)
+        gla_dP_kernel[(B * H, NT)](tv, tdo, tL, tdP, diagonal, scale, T, H=H, V=V, BT=BT, BV=BV, STAGES=3,
+                                   num_warps=4, enable_fp_fusion=True)
+        states = [TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh)]
+        grads = [tiles(x, BT, BK) for x in (dq, dk, dg)]
+        for is_strong in (False, True):
+            gla_grad_kernel[(B * H * (K // BK), NT)](q, k, tv, g, segment_ids, tdo, tL, tdP, diagonal, *gates, strong, *states,
+                                                     *grads, scale, T, H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
+    return dq, dk, dv, dg, dS0
+
+@gla_bwd.register_fake
+def _(q, k, v, g, scale, S0, segment_ids, L, qe, ke, P, gates, strong, do, dSN):
+    return *map(torch.empty_like, (q, k, v, g)), q.new_empty(q.shape[0], q.shape[2], v.shape[-1], q.shape[-1],
+                                                             dtype=torch.float32)
+
+def gla_save(ctx, inputs, output):
+    q, k, v, g, scale, S0, segment_ids = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, g, S0, segment_ids, *output[2:])
+    ctx.scale = scale
+
+def gla_backward(ctx, do, dSN, *_):
+    q, k, v, g, S0, segment_ids, *saved = ctx.saved_tensors
+    do = torch.zeros_like(v) if do is None else do.contiguous() # only the final state may feed the loss
+    dSN = None if dSN is None else dSN.contiguous()
+    dq, dk, dv, dg, dS0 = gla_bwd(q, k, v, g, ctx.scale, S0, segment_ids, *saved, do, dSN)
+    return dq, dk, dv, dg, None, None if S0 is None else dS0, None
+
+gla_fwd.register_autograd(gla_backward, setup_context=gla_save)
+
+def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
+    """
+    Gated Linear Attention (Yang et al. 2024, arXiv:2312.06635), eq. (1) over T tokens: returns o, final_state.
+
+    q, k (B, T, H, K) and v (B, T, H, V), all bf16 or all fp32; g (B, T, H, K), log decay <= 0, bf16 or fp32; scale
+    defaults to K**-0.5. initial_state and final_state (B, H, K, V), fp32, both differentiable. segment_ids (B, T) int32,
+    non-decreasing: the state restarts at zero where the id changes; initial_state belongs to the first token's segment.
+    K and V from 1 to 256. What cannot run raises an AssertionError that says why.
+    """
+    check(q, k, v, [("g", g, q.shape, (torch.bfloat16, torch.float32))], initial_state, segment_ids)
+    B, T, H, K, V = *q.shape, v.shape[-1]
+    scale = K**-0.5 if scale is None else float(scale)
+    S0 = None
+    if initial_state is not None: # held transposed, with K contiguous and padded
+        S0 = widen(F.pad(initial_state, (0, widen(v[:1, :1, :1]).shape[-1] - V)).transpose(-1, -2))
+    if segment_ids is None:
+        segment_ids = torch.zeros(B, T, dtype=torch.int32, device=q.device)
+    o, SN, *_ = gla_fwd(widen(q), widen(k), widen(v), widen(g), scale, S0, segment_ids.contiguous())
+    if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
+        o, SN = o[..., :V], SN[..., :V, :K]
+    return o, SN.transpose(-1, -2)
+
+@torch.library.custom_op("kernels::gla_step", mutates_args={"state"})
+def gla_step_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
+    B, H, K, V = state.shape
+    o, BV = torch.empty_like(v), 32
+    with torch.cuda.device_of(q):
+        gla_step_kernel[(B * H, triton.cdiv(V, BV))](
+            q, k, v, g, state, o, scale, K, V, *state.stride(), H=H, BK=triton.next_power_of_2(K), BV=BV,
+            num_warps=4, enable_fp_fusion=True)
+    return o
+
+@gla_step_op.register_fake
+def _(q, k, v, g, state, scale):
+    return torch.empty_like(v)
+
+def gla_step(q, k, v, g, state, scale=None):
+    """One token of `gla`: q, k, g (B, H, K), v (B, H, V); state (B, H, K, V), fp32, is updated in place. Returns o."""
+    check(q, k, v, [("g", g, q.shape, (torch.bfloat16, torch.float32))], state)
+    scale = q.shape[-1]**-0.5 if scale is None else float(scale)
+    return gla_step_op(*(x.contiguous() for x in (q, k, v, g)), state, scale)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the gated delta rule

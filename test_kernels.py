@@ -79,6 +79,180 @@ def relative(x, ref):
 # ----------------------------------------------------------------------------------------------------------------------
 # Gated Linear Attention
 
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+# (worst head, worst chunk) of o, dq, dk, dv; of dg with typical gates; of dg with stronger ones; states
+GLA_TOL = { # measured: bf16 4e-3, 5e-3, 1.4e-2, 2e-3 (H200); fp32 4e-7, 6e-7, 3e-6, 3e-7 (interpreter)
+    torch.bfloat16: ((6e-3, 2e-2), 1e-2, 2.5e-2, 5e-3),
+    torch.float32: ((1e-3, 1e-3), 2e-3, 2e-3, 1e-3),
+}
+
+def typical(*shape):
+    return F.logsigmoid(torch.randn(shape)) / 16
+
+GATES = { # log decay a token; every fourth head stays typical, so that strong and other chunks meet
+    "typical": typical,
+    **{str(x): lambda *shape, x=x: torch.full(shape, float(x)) for x in (0, -1, -5, -20, -50, -100)},
+    "one channel": lambda B, T, H, K: torch.where(torch.arange(K) == K // 2, -50.0, typical(B, T, H, K)),
+    "one token": lambda B, T, H, K: torch.where(torch.arange(T)[:, None, None] == T // 2, -100.0, typical(B, T, H, K)),
+    "alternating": lambda B, T, H, K: torch.where(torch.arange(T)[:, None, None] % 2 == 0, -100.0, torch.zeros(B, T, H, K)),
+    "random": lambda *shape: -50 * torch.rand(shape),
+    "half": lambda *shape: torch.where(torch.rand(shape) < 0.5, -50.0, 0.0),
+}
+
+def gla_inputs(B, T, H, K, V, gate="typical", dtype=torch.float32, g_dtype=torch.float32, state=True, seed=0):
+    """q, k, v, g, initial_state and the gradients of o and of the final state."""
+    torch.manual_seed(seed)
+    g = GATES[gate](B, T, H, K)
+    if gate != "typical":
+        g[:, :, 3::4] = typical(B, T, H, K)[:, :, 3::4]
+    q, k, v, do = (torch.randn(B, T, H, D) for D in (K, K, V, V))
+    S0, dS = torch.randn(B, H, K, V), torch.randn(B, H, K, V)
+    q, k, v, do = (x.to(DEVICE, dtype) for x in (q, k, v, do))
+    return q, k, v, g.to(DEVICE, g_dtype), S0.to(DEVICE) if state else None, do, dS.to(DEVICE)
+
+def gla_grads(f, q, k, v, g, S0, do, dS, segment_ids=None, scale=None):
+    """o, final state and the gradients of q, k, v, g and S0 by autograd through f."""
+    x = [None if t is None else t.detach().clone().requires_grad_() for t in (q, k, v, g, S0)]
+    o, S = f(*x[:4], scale, x[4], segment_ids)
+    loss = [(y, dy) for y, dy in ((o, do), (S, dS)) if dy is not None]
+    torch.autograd.backward([y for y, _ in loss], [dy.to(y.dtype) for y, dy in loss])
+    return o, S, *(None if t is None else t.grad for t in x)
+
+def gla_check(inputs, segment_ids=None, typical_gates=True, tag=""):
+    from kernels import gla
+    out = gla_grads(gla, *inputs, segment_ids)
+    ref = gla_grads(gla_loop, *(None if t is None else t.double() for t in inputs), segment_ids)
+    tol, tol_dg, tol_strong, tol_state = GLA_TOL[inputs[0].dtype]
+    for name, x, y in zip(("o", "dq", "dk", "dv"), (out[0], *out[2:5]), (ref[0], *ref[2:5])):
+        head, chunk = errors(x, y)
+        assert head <= tol[0] and chunk <= tol[1], f"{tag} {name}: {head:.1e} a head, {chunk:.1e} a chunk"
+    # a true dg may be 1e-21: not below 1e-4 of its terms
+    floor = 1e-4 * norms(inputs[0].double() * ref[2], 64)
+    error = errors(out[5], ref[5], floor=floor)[1]
+    assert error <= (tol_dg if typical_gates else tol_strong), f"{tag} dg: {error:.1e}"
+    for name, x, y in (("final state", out[1], ref[1]), ("dS0", out[6], ref[6])):
+        if y is not None and y.norm() > 1e-30: # below that fp32 has no digits
+            assert (error := state_error(x, y)) <= tol_state, f"{tag} {name}: {error:.1e}"
+        assert y is None or torch.isfinite(x).all()
+
+# on the CPU in fp32 through the interpreter; on a GPU the same in bf16 at wider heads, and in fp32
+DTYPES = [torch.bfloat16, torch.float32] if GPU else [torch.float32]
+WIDE = (128, 256) if GPU else (16, 32) # K, V
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 15, 63, 64, 65, 127, 200] + [2048, 2049] * GPU)
+def test_gla_lengths(T, dtype):
+    gla_check(gla_inputs(1, T, 3, *WIDE, dtype=dtype))
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", GATES)
+def test_gla_gates(gate, dtype):
+    gla_check(gla_inputs(1, 130, 4, *WIDE, gate, dtype), typical_gates=gate == "typical")
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("K, V", [(1, 16), (100, 64), (64, 1), (128, 16), (16, 128)] + [(256, 256), (128, 128)] * GPU)
+def test_gla_widths(K, V, dtype):
+    gla_check(gla_inputs(1, 66, 3, K, V, dtype=dtype))
+    gla_check(gla_inputs(1, 66, 1, K, V, "-5", dtype), typical_gates=False)
+
+SEGMENTS = [ # lengths of the documents in each row
+    [[63, 1, 1, 63, 2, 1, 1, 1, 67], [64, 65, 71]],
+    [[1] * 70 + [130], [130, 3, 67]],
+]
+def segment_rows(rows):
+    return torch.stack([torch.repeat_interleave(torch.arange(len(r)), torch.tensor(r)) for r in rows]).int().to(DEVICE)
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", ["typical", "-5", "half"])
+@pytest.mark.parametrize("rows", SEGMENTS)
+def test_gla_segments(rows, gate, dtype):
+    gla_check(gla_inputs(2, 200, 2, *WIDE, gate, dtype), segment_rows(rows), typical_gates=gate == "typical")
+
+def test_gla_documents_are_separate():
+    from kernels import gla
+    seg = segment_rows(SEGMENTS[0])
+    a = gla_inputs(2, 200, 2, *WIDE, dtype=DTYPES[0])
+    other = gla_inputs(2, 200, 2, *WIDE, dtype=DTYPES[0], seed=1)
+    inside = (seg % 2 == 0)[:, :, None, None] # every second document gets other tokens, gates and output gradients
+    b = [torch.where(inside, y, x) if x.dim() == 4 and x.shape[1] == 200 else x for x, y in zip(a, other)]
+    for name, x, y in zip(("o", "", "dq", "dk", "dv", "dg"), gla_grads(gla, *a, seg), gla_grads(gla, *b, seg)):
+        if name:
+            assert torch.equal(x[~inside[..., 0, 0]], y[~inside[..., 0, 0]]), name
+
+@pytest.mark.parametrize("gate", ["typical", "-5"])
+def test_gla_split(gate, monkeypatch):
+    """A long sequence is swept in segments of chunks side by side; here in segments of two chunks."""
+    import kernels
+    monkeypatch.setattr(kernels, "gla_split", lambda programs, NT, device: (-(-NT // 2), 2))
+    gla_check(gla_inputs(1, 330, 2, *WIDE, gate, DTYPES[0]), typical_gates=gate == "typical")
+    rows = [[100, 5, 225]]
+    gla_check(gla_inputs(1, 330, 2, *WIDE, gate, DTYPES[0]), segment_rows(rows), typical_gates=gate == "typical")
+
+def test_gla_only_the_final_state_feeds_the_loss():
+    q, k, v, g, S0, do, dS = gla_inputs(1, 70, 2, *WIDE, dtype=DTYPES[0])
+    from kernels import gla
+    out = gla_grads(gla, q, k, v, g, S0, None, dS)
+    ref = gla_grads(gla_loop, *(x.double() for x in (q, k, v, g, S0)), None, dS.double())
+    assert out[2].abs().max() == 0
+    for i in (3, 4, 5):
+        assert errors(out[i], ref[i])[1] <= 2e-2
+
+def test_gla_strides_repeats_and_poison():
+    """Non-contiguous inputs and gradients, twice the same bits, and every output written: memory is filled with NaN."""
+    from kernels import gla
+    inputs = gla_inputs(2, 70, 2, *WIDE, dtype=DTYPES[0])
+    odd = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    assert not odd[0].is_contiguous() and not odd[4].is_contiguous()
+    a = gla_grads(gla, *inputs)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        b = gla_grads(gla, *odd)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for x, y in zip(a, b):
+        assert torch.isfinite(x).all() and torch.equal(x, y)
+
+@pytest.mark.parametrize("gate", ["typical", "-50"])
+@pytest.mark.parametrize("K, V", [(16, 32), (100, 40)])
+def test_gla_step(K, V, gate):
+    """T steps equal one pass, and either memory layout of the state."""
+    from kernels import gla, gla_step
+    q, k, v, g, S0, _, _ = gla_inputs(2, 5, 3, K, V, gate, DTYPES[0])
+    ref, S_ref = gla_loop(*(x.double() for x in (q, k, v, g)), None, S0.double())
+    for state in (S0.clone(), S0.transpose(2, 3).contiguous().transpose(2, 3)):
+        o = torch.stack([gla_step(q[:, t], k[:, t], v[:, t], g[:, t], state) for t in range(5)], 1)
+        assert errors(o, ref)[1] <= GLA_TOL[q.dtype][0][0] and state_error(state, S_ref) <= 1e-5
+    o, S = gla(q, k, v, g, None, S0)
+    assert state_error(S, S_ref) <= GLA_TOL[q.dtype][3]
+
+def test_gla_refuses():
+    from kernels import gla, gla_step
+    q, k, v, g, S0, _, _ = gla_inputs(1, 4, 2, 16, 32)
+    wide = torch.zeros(1, 4, 2, 512, device=DEVICE)
+    for message, args in (
+        ("bfloat16 or", (q.half(), k.half(), v.half(), g)), ("bfloat16 or", (q.double(), k.double(), v.double(), g)),
+        ("1 to 256", (wide, wide, v, wide)), ("g must have shape", (q, k, v, g[..., 0])), ("q and k", (q, k[:, :3], v, g)),
+        ("g must be", (q, k, v, g.half())), ("state must have", (q, k, v, g, None, S0[:, :1])),
+        ("state must be", (q, k, v, g, None, S0.half())), ("segment_ids must be", (q, k, v, g, None, None, torch.zeros(1, 4))),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            gla(*args)
+    with pytest.raises(AssertionError, match="state must have"):
+        gla_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], S0[:, :1])
+
+def test_gla_ops():
+    """torch.library's own checks, and one graph that gives what eager gives."""
+    from kernels import gla, gla_fwd, gla_step_op
+    q, k, v, g, S0, do, dS = gla_inputs(1, 65, 2, 16, 16)
+    x = [t.clone().requires_grad_() for t in (q, k, v, g)]
+    seg = segment_rows([[30, 35]])
+    torch.library.opcheck(gla_fwd, (*x, 0.25, S0.transpose(2, 3).contiguous().requires_grad_(), seg))
+    torch.library.opcheck(gla_step_op, (*(t[:, 0].contiguous() for t in (q, k, v, g)), S0.clone(), 0.25))
+    compiled = torch.compile(gla, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    for a, b in zip(gla_grads(gla, q, k, v, g, S0, do, dS, seg), gla_grads(compiled, q, k, v, g, S0, do, dS, seg)):
+        assert torch.equal(a, b)
+
 # ----------------------------------------------------------------------------------------------------------------------
 # the gated delta rule
 
