@@ -714,7 +714,7 @@ def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H
     for i_t in tl.range(first, end, num_stages=STAGES):
         n, t = i_bh * NT + i_t, i_t * BT
         e = gates + n.to(tl.int64) * (GATES * BT) + E * BT
-        b_d = tl.load(e + BT - 1) # early: it is not pipelined
+        b_d = tl.load(e + BT - 1)
         b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
         b_X = X.load([n, 0, 0]).reshape(K, BT)
         b_e = tl.load(e + o_i)
@@ -794,7 +794,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
         i_t = last - 1 - i_r
         n, t = i_bh * NT + i_t, i_t * BT
         e = gates + n.to(tl.int64) * (GATES * BT) + E * BT
-        b_d = tl.load(e + BT - 1) # early: it is not pipelined
+        b_d = tl.load(e + BT - 1)
         b_X = X.load([n, 0, 0]).reshape(K, BT)
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
@@ -1036,7 +1036,8 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
             tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K),
-            chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+            chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT,
+            H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
     return outputs
 
