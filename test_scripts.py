@@ -229,7 +229,7 @@ def test_evaluation_does_not_change_training(shards, whole, tmp_path):
     refused(start(shards, tmp_path / "out"), "holds checkpoints", "--resume=True")
 
 def killed_twice(shards, out, faulty, *flags, prefix=(), **how):
-    """A run that is killed with SIGKILL in its 8th step, again in the 5th of its second life, and then goes on to its end."""
+    """A run killed with SIGKILL in its 8th step, again in the 5th of its second life, that then goes on to its end."""
     for step in (8, 5):
         p = start(shards, out, "--resume=True", *flags, prefix=(faulty, "SIGKILL", 0, step), **how)
         assert p.returncode == -signal.SIGKILL, (p.returncode, p.stderr)

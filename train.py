@@ -20,6 +20,7 @@ import functools
 import glob
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -139,8 +140,8 @@ def get_seq_len(cfg, step):
 # data
 #
 # A shard of n tokens holds (n - 1) // seq_len rows; row r is its tokens r * seq_len to (r + 1) * seq_len inclusive: a
-# row's last target is the next row's first input, so every token is a target once. Rows are numbered through all shards,
-# and training takes them in a seeded order, a new one each epoch.
+# row's last target is the next row's first input, so every token is a target once. Rows are numbered through all
+# shards, and training takes them in a seeded order, a new one each epoch.
 
 Split = namedtuple("Split", "paths first eot") # first[s]: number of shard s's first row; first[-1]: of all rows
 
@@ -300,7 +301,7 @@ def open_log(out_dir, header, step):
 
 def check_resume(cfg, saved, path):
     """Exits where the checkpoint's model is not the config's; returns the other settings that changed, in words."""
-    pairs = {f.name: (saved[f.name], getattr(cfg, f.name)) for f in fields(cfg)}
+    pairs = {f.name: (saved.get(f.name, f.default), getattr(cfg, f.name)) for f in fields(cfg)}
     changed = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
     for f in fields(ModelConfig):
         if f.name in changed and f.name != "expect_params":
@@ -309,13 +310,16 @@ def check_resume(cfg, saved, path):
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key != "resume")
 
 def explain(cfg, rank, error):
-    """A sentence for what only shows while it runs: memory or disk full, no compiler; None for any other error."""
+    """A sentence for what only shows while it runs: no memory, disk, compiler or login; None for any other error."""
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         lower = ("lower batch_size, accumulation keeps the result the same" if cfg.batch_size > 1 else
                  "lower seq_len" if cfg.checkpoint_blocks else "set checkpoint_blocks=True, or lower seq_len")
         return f"rank {rank} is out of memory at batch_size={cfg.batch_size} and seq_len={cfg.seq_len}: {lower}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of {cfg.out_dir} is full: make room and continue with --resume=True"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        return (f"cannot write to {cfg.out_dir} ({error.strerror}): make room or set another out_dir, and continue "
+                "with --resume=True")
+    if type(error).__module__.startswith("wandb"):
+        return f"wandb: {str(error).splitlines()[0]}; run `wandb login`, set WANDB_MODE=offline or wandb=False"
     if "C++ compiler" in str(error):
         return "compile=True needs a C++ compiler on a CPU: install g++ or set compile=False"
 
@@ -324,7 +328,7 @@ def autocast(device):
 
 @torch.no_grad()
 def evaluate(cfg, forward, split, rank, world, device):
-    """Loss in nats a token over eval_tokens of the validation set: the same rows, shared out, its mean on every rank."""
+    """Mean loss, nats a token, over eval_tokens of the validation set: always the same rows, the ranks share them."""
     n = split.first[-1]
     count = min(n, max(1, cfg.eval_tokens // cfg.seq_len))
     rows = [i * n // count for i in range(count)]
@@ -371,6 +375,8 @@ if __name__ == "__main__":
     with all_or_none():
         cfg = config.load(TrainConfig)
         check(cfg, world)
+        if cfg.wandb and not importlib.util.find_spec("wandb"):
+            sys.exit("wandb=True needs a package that is not installed: pip install wandb")
         meta, splits = open_data(cfg)
         mine = sorted(meta["shards"].items())[local_rank::local_world] # each node hashes its own copy of the shards
         verify_shards(cfg.data_dir, mine, max(1, os.cpu_count() // local_world))
