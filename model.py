@@ -5,9 +5,9 @@ A language model with linear-time token mixing, the whole of it in this file. Th
 - "gdn", Gated DeltaNet (Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464): one decay per head, a delta-rule update;
 - "attention": causal softmax attention with rotary positions, the baseline.
 
-Around them: pre-norm blocks, RMSNorm, SwiGLU, no biases but the gate's, embeddings tied to the output head. Parameters are
-fp32 and products run in the autocast dtype; gates, norms and states are computed in fp32 always. `gla_chunked` and
-`gated_delta_rule_chunked` define the two operators and run anywhere; on a CUDA tensor the mixers call kernels.py instead.
+Around them: pre-norm blocks, RMSNorm, SwiGLU, no biases but the gate's, embeddings tied to the output head.
+Parameters are fp32 and products run in the autocast dtype; gates, norms and states are in fp32 always. `gla_chunked`
+and `gated_delta_rule_chunked` define the two operators and run anywhere; on a GPU the mixers call kernels.py instead.
 
 Letters: B batch, T time, C n_embd, H heads, K key dim per head, V value dim per head.
 """
@@ -46,12 +46,14 @@ GATE_NORMALIZER = 16 # GLA's log gate is logsigmoid(x) / 16, so a token forgets 
 #   (I + strict_lower(beta k k^T * D)) U = beta (v - e^G k S),   o = scale ((q e^G) S + (q k^T * D) U),
 #   S'  = e^{G_last} S + (k e^{G_last - G})^T U.
 # G_i - G_j <= 0 wherever it is exponentiated, so nothing overflows however strong the gates are.
-# Where the segment id changes the state is zero: pairs of different segments are masked, a token sees S only in the
-# segment that S came from, and S' keeps only what belongs to the chunk's last token's segment.
+# Where the segment id changes the state is zero: G sums within a segment only, pairs of different segments are masked,
+# a token sees S only in the segment that S came from, and S' keeps only what belongs to the last token's segment.
 
 def chunks(chunk_size, segment_ids, *tensors):
-    """Yields, chunk by chunk, `tensors` as (B, H, C, ...), the masks (B, 1, C, C) of pairs and (B, 1, C) of tokens: in the
-    segment that S came from, in the last token's; and (B, 1, 1, 1): S itself is kept."""
+    """
+    Yields, chunk by chunk, `tensors` as (B, H, C, ...) and three masks: (B, 1, C, C), the pairs j <= i of one segment;
+    (B, 1, C), the tokens in the segment that S came from; (B, 1, 1, 1), whether the last one is.
+    """
     B, T = tensors[0].shape[:2]
     if segment_ids is None:
         segment_ids = torch.zeros(B, T, dtype=torch.int32, device=tensors[0].device)
@@ -59,10 +61,9 @@ def chunks(chunk_size, segment_ids, *tensors):
     for t in range(0, T, chunk_size):
         ids = segment_ids[:, t:t + chunk_size]
         pair = (ids[:, :, None] == ids[:, None, :]).tril()[:, None]
-        first, last = (ids == incoming)[:, None], (ids == ids[:, -1:])[:, None]
-        keep = (ids[:, -1:] == incoming)[:, None, None]
+        first, keep = (ids == incoming)[:, None], (ids[:, -1:] == incoming)[:, None, None]
         incoming = ids[:, -1:]
-        yield *(x[:, t:t + chunk_size].transpose(1, 2) for x in tensors), pair, first, last, keep
+        yield *(x[:, t:t + chunk_size].transpose(1, 2) for x in tensors), pair, first, keep
 
 def gla_chunked(q, k, v, g, scale=None, initial_state=None, segment_ids=None, chunk_size=64):
     """
@@ -75,13 +76,12 @@ def gla_chunked(q, k, v, g, scale=None, initial_state=None, segment_ids=None, ch
     scale = K**-0.5 if scale is None else scale
     S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
     o = []
-    for q, k, v, g, pair, first, last, keep in chunks(chunk_size, segment_ids, q, k, v, g):
-        G = g.cumsum(2) # (B, H, C, K)
+    for q, k, v, g, pair, first, keep in chunks(chunk_size, segment_ids, q, k, v, g):
+        G = pair.to(g.dtype) @ g # cumulative, (B, H, C, K)
         D = (G[:, :, :, None] - G[:, :, None]).masked_fill(~pair[..., None], -math.inf).exp() # (B, H, C, C, K)
         P = torch.einsum("bhik,bhijk,bhjk->bhij", q, D, k)
         o.append(scale * ((q * G.exp() * first[..., None]) @ S + P @ v))
-        r = (G[:, :, -1:] - G).exp() * last[..., None]
-        S = (G[:, :, -1].exp()[..., None] * keep) * S + (k * r).transpose(2, 3) @ v
+        S = (G[:, :, -1].exp()[..., None] * keep) * S + (k * D[:, :, -1]).transpose(2, 3) @ v
     return torch.cat(o, 2).transpose(1, 2), S
 
 def gated_delta_rule_chunked(q, k, v, g, beta, scale=None, initial_state=None, segment_ids=None, chunk_size=64):
@@ -94,15 +94,14 @@ def gated_delta_rule_chunked(q, k, v, g, beta, scale=None, initial_state=None, s
     scale = K**-0.5 if scale is None else scale
     S = q.new_zeros(B, H, K, v.shape[-1]) if initial_state is None else initial_state
     o = []
-    for q, k, v, g, beta, pair, first, last, keep in chunks(chunk_size, segment_ids, q, k, v, g, beta):
-        G, beta = g.cumsum(2), beta[..., None] # (B, H, C), (B, H, C, 1)
+    for q, k, v, g, beta, pair, first, keep in chunks(chunk_size, segment_ids, q, k, v, g, beta):
+        G, beta = (pair.to(g.dtype) @ g[..., None])[..., 0], beta[..., None] # (B, H, C), (B, H, C, 1)
         D = (G[..., None] - G[:, :, None]).masked_fill(~pair, -math.inf).exp() # (B, H, C, C)
         e = (G.exp() * first)[..., None]
         M = (beta * (k @ k.transpose(2, 3)) * D).tril(-1) # the diagonal is taken as 1 by the solve
         U = torch.linalg.solve_triangular(M, beta * (v - e * (k @ S)), upper=False, unitriangular=True)
         o.append(scale * ((q * e) @ S + ((q @ k.transpose(2, 3)) * D) @ U))
-        r = ((G[:, :, -1:] - G).exp() * last)[..., None]
-        S = (G[:, :, -1].exp()[..., None, None] * keep) * S + (k * r).transpose(2, 3) @ U
+        S = (G[:, :, -1].exp()[..., None, None] * keep) * S + (k * D[:, :, -1, :, None]).transpose(2, 3) @ U
     return torch.cat(o, 2).transpose(1, 2), S
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -130,66 +129,59 @@ class ShortConv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, size)) # the last column is the current token's
 
-    def forward(self, x, segment_ids=None, state=None):
-        """x (B, T, D); state (B, size-1, D) holds the tokens before x, of x's first segment, and is updated in place."""
-        B, T, D = x.shape
-        past = self.weight.shape[1] - 1 # tokens
-        before = x.new_zeros(B, past, D) if state is None else state.to(x.dtype)
-        padded, y = torch.cat([before, x], 1), 0
-        if segment_ids is not None:
-            ids = torch.cat([segment_ids[:, :1].expand(-1, past), segment_ids], 1)
-        for i in range(past + 1):
-            tap = padded[:, i:i + T].float() # past - i tokens back
+    def forward(self, x, segment_ids=None):
+        """x (B, T, D) -> (B, T, D), computed in fp32."""
+        T, size = x.shape[1], self.weight.shape[1]
+        y = 0
+        for s in range(size): # s tokens back
+            tap = F.pad(x, (0, 0, s, 0))[:, :T].float()
             if segment_ids is not None:
-                tap = tap * (ids[:, i:i + T] == segment_ids)[..., None]
-            y = y + tap * self.weight[:, i].float()
-        if state is not None:
-            state.copy_(padded[:, T:])
+                tap = tap * (F.pad(segment_ids, (s, 0), value=-1)[:, :T] == segment_ids)[..., None]
+            y = y + tap * self.weight[:, size - 1 - s].float()
         return F.silu(y).to(x.dtype)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the mixers: forward(x (B, T, C), segment_ids (B, T) or None, state or None) -> (B, T, C)
 
 class GLA(nn.Module):
-    """Gated Linear Attention with its output gate; parameters as in FLA's GatedLinearAttention, projections stacked."""
+    """Gated Linear Attention; parameters as in FLA's GatedLinearAttention, what q, k, v and the decay read stacked."""
     def __init__(self, cfg):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
-        self.split = [H * K, H * K, H * V, H * V, GATE_RANK] # q, k, v, output gate, low-rank gate
+        self.split = [H * (K + K + V), GATE_RANK] # q, k and v; what the decay is made from
         self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
-        self.gate_proj = nn.Linear(GATE_RANK, H * K)
-        self.conv = ShortConv(sum(self.split[:3]), cfg.conv_size) if cfg.conv_size else None
+        self.decay_proj = nn.Linear(GATE_RANK, H * K)
+        self.gate_proj = nn.Linear(cfg.n_embd, H * V, bias=False) # the output gate
+        self.conv = ShortConv(self.split[0], cfg.conv_size) if cfg.conv_size else None
         self.norm = RMSNorm(V, cfg.norm_eps) # over each head's values
         self.out_proj = nn.Linear(H * V, cfg.n_embd, bias=False)
 
     def init_state(self, batch, device):
         H, K, V = self.dims
         state = {"S": torch.zeros(batch, H, V, K, device=device).transpose(2, 3)} # K-contiguous, as the kernels keep it
-        if self.conv is not None:
-            state["conv"] = torch.zeros(batch, self.conv.weight.shape[1] - 1, sum(self.split[:3]), device=device)
+        if self.conv is not None: # the last tokens' q, k and v before the convolution
+            state["conv"] = torch.zeros(batch, self.conv.weight.shape[1] - 1, H * (K + K + V), device=device)
         return state
 
     def forward(self, x, segment_ids=None, state=None):
         H, K, V = self.dims
-        q, k, v, gate, low = self.in_proj(x).split(self.split, -1)
-        if self.conv is not None:
-            q, k, v = self.conv(torch.cat([q, k, v], -1), segment_ids, state and state["conv"]).split(self.split[:3], -1)
-        q, k, v = (y.unflatten(-1, (H, -1)) for y in (q, k, v)) # (B, T, H, K), (B, T, H, K), (B, T, H, V)
+        qkv, low = self.in_proj(x).split(self.split, -1)
+        q, k, v = heads(qkv, self.dims, self.conv, False, segment_ids, state)
         # in fp32: products of many gates near 1 decide how far the state remembers
-        g = F.logsigmoid(self.gate_proj(low).float()).unflatten(-1, (H, K)) / GATE_NORMALIZER
+        g = F.logsigmoid(self.decay_proj(low).float()).unflatten(-1, (H, K)) / GATE_NORMALIZER
         o = mix("gla", (q, k, v, g), segment_ids, state)
-        o = self.norm(o, gate.unflatten(-1, (H, V)))
+        o = self.norm(o, self.gate_proj(x).unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
 
 class GatedDeltaNet(nn.Module):
-    """Gated DeltaNet; parameters as in FLA's GatedDeltaNet, projections and convolutions stacked."""
+    """Gated DeltaNet; parameters as in FLA's GatedDeltaNet, those of q, k and v stacked."""
     def __init__(self, cfg):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
-        self.split = [H * K, H * K, H * V, H * V] # q, k, v, output gate
-        self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
-        self.ab_proj = nn.Linear(cfg.n_embd, 2 * H, bias=False) # the logits of the decay and of beta
-        self.conv = ShortConv(sum(self.split[:3]), cfg.conv_size) if cfg.conv_size else None
+        self.in_proj = nn.Linear(cfg.n_embd, H * (K + K + V), bias=False) # q, k and v
+        self.ab_proj = nn.Linear(cfg.n_embd, 2 * H, bias=False) # what the decay and beta are made from
+        self.gate_proj = nn.Linear(cfg.n_embd, H * V, bias=False) # the output gate
+        self.conv = ShortConv(H * (K + K + V), cfg.conv_size) if cfg.conv_size else None
         self.A_log = nn.Parameter(torch.empty(H, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(H, dtype=torch.float32))
         self.norm = RMSNorm(V, cfg.norm_eps) # over each head's values
@@ -204,20 +196,42 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, segment_ids=None, state=None):
         H, K, V = self.dims
-        q, k, v, gate = self.in_proj(x).split(self.split, -1)
-        if self.conv is not None:
-            q, k, v = self.conv(torch.cat([q, k, v], -1), segment_ids, state and state["conv"]).split(self.split[:3], -1)
-        q, k, v = (y.unflatten(-1, (H, -1)) for y in (q, k, v)) # (B, T, H, K), (B, T, H, K), (B, T, H, V)
-        a, b = self.ab_proj(x).float().chunk(2, -1) # (B, T, H)
+        q, k, v = heads(self.in_proj(x), self.dims, self.conv, True, segment_ids, state)
+        # 2H = 12 rows are padded to 16: cuBLAS has no fast kernel for rows that are not a multiple of 16 bytes
+        ab = F.linear(x, F.pad(self.ab_proj.weight, (0, 0, 0, -2 * H % 8)))
+        a, b = ab[..., :H].float(), ab[..., H:2 * H].float() # (B, T, H)
         g = -self.A_log.exp() * F.softplus(a + self.dt_bias) # log decay
-        o = mix("gated_delta_rule", (unit(q), unit(k), v, g, b.sigmoid()), segment_ids, state)
-        o = self.norm(o, gate.unflatten(-1, (H, V)))
+        o = mix("gated_delta_rule", (q, k, v, g, b.sigmoid()), segment_ids, state)
+        o = self.norm(o, self.gate_proj(x).unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
+
+def heads(qkv, dims, conv, unit_length, segment_ids, state):
+    """
+    q, k (B, T, H, K) and v (B, T, H, V) out of qkv (B, T, H (K + K + V)): through the short convolution where there is
+    one, which continues state["conv"]; then q and k scaled to unit length, if asked.
+    """
+    (H, K, V), T = dims, qkv.shape[1]
+    if conv is not None and state is not None: # the tokens before, of the first token's segment, and then these
+        past = state["conv"].shape[1]
+        qkv = torch.cat([state["conv"].to(qkv.dtype), qkv], 1)
+        state["conv"].copy_(qkv[:, T:])
+        if segment_ids is not None:
+            segment_ids = torch.cat([segment_ids[:, :1].expand(-1, past), segment_ids], 1)
+    if conv is not None and qkv.is_cuda:
+        import kernels
+        q, k, v = kernels.short_conv(qkv, conv.weight, H, K, V, unit_length, segment_ids)
+    else:
+        if conv is not None:
+            qkv = conv(qkv, segment_ids)
+        q, k, v = (x.unflatten(-1, (H, -1)) for x in qkv.split([H * K, H * K, H * V], -1))
+        if unit_length:
+            q, k = unit(q), unit(k)
+    return q[:, -T:], k[:, -T:], v[:, -T:]
 
 def mix(name, inputs, segment_ids, state):
     """
-    gla or gated_delta_rule over a sequence, which continues and updates `state` where one is given. By device: kernels.py
-    on a GPU, its one-token step included; the chunked form, in fp32, on a CPU.
+    gla or gated_delta_rule over a sequence, which continues and updates `state` where one is given. By device:
+    kernels.py on a GPU, its one-token step included; the chunked form, in fp32, on a CPU.
     """
     state = state and state["S"]
     if inputs[0].is_cuda:
@@ -237,17 +251,18 @@ class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
-        self.split = [H * K, H * K, H * V]
-        self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
+        self.in_proj = nn.Linear(cfg.n_embd, H * (K + K + V), bias=False)
         self.out_proj = nn.Linear(H * V, cfg.n_embd, bias=False)
 
     def init_state(self, batch, device):
         H, K, V = self.dims
-        return {"length": 0, "k": torch.zeros(batch, H, 0, K, device=device), "v": torch.zeros(batch, H, 0, V, device=device)}
+        empty = torch.zeros(batch, H, 0, max(K, V), device=device)
+        return {"length": 0, "k": empty[..., :K], "v": empty[..., :V]}
 
     def forward(self, x, segment_ids=None, state=None):
         B, T, C = x.shape
-        q, k, v = (y.unflatten(-1, (self.dims[0], -1)).transpose(1, 2) for y in self.in_proj(x).split(self.split, -1))
+        q, k, v = heads(self.in_proj(x), self.dims, None, False, None, None)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2) # (B, H, T, K), (B, H, T, K), (B, H, T, V)
         past = 0 if state is None else state["length"]
         q, k = rotate(q, past), rotate(k, past) # (B, H, T, K)
         if state is not None:
@@ -261,13 +276,22 @@ class Attention(nn.Module):
         return self.out_proj(o.transpose(1, 2).flatten(2))
 
 def rotate(x, past):
-    """Rotary positions past, past + 1, ... for x (B, H, T, K): channel i turns with i + K/2 at 10,000^(-2i/K) a token."""
-    T, half = x.shape[2], x.shape[3] // 2
-    frequency = 10_000 ** (-torch.arange(half, device=x.device) / half)
-    angle = torch.outer(torch.arange(past, past + T, device=x.device), frequency) # fp32, radians
-    cos, sin = angle.cos(), angle.sin()
-    a, b = x.float().split(half, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    """Rotary positions past, past + 1, ... of x (B, H, T, K): channels i, i + K/2 turn by 10,000^(-2i/K) a token."""
+    cos, sin = rotary_table(past, x.shape[2], x.shape[3], x.device)
+    a, b = x.float().unflatten(-1, (2, -1)).unbind(-2)
+    return torch.stack([a * cos - b * sin, b * cos + a * sin], -2).flatten(-2).to(x.dtype)
+
+# an operator of its own, which Inductor cannot look into: it would compute the sines anew for every element of q and k
+@torch.library.custom_op("model::rotary_table", mutates_args=())
+def rotary_table(past: int, T: int, K: int, device: torch.device) -> torch.Tensor:
+    """cos and sin (2, T, K/2), fp32, of the angles of positions past to past + T - 1."""
+    frequency = 10_000 ** (-torch.arange(0, K, 2, device=device) / K)
+    angle = torch.outer(torch.arange(past, past + T, device=device), frequency)
+    return torch.stack([angle.cos(), angle.sin()])
+
+@rotary_table.register_fake
+def _(past, T, K, device):
+    return torch.empty(2, T, K // 2, device=device)
 
 def cached(state, name, x):
     """All of the sequence's keys (or values) so far; the buffer doubles as it fills, so a token costs O(1) copies."""
@@ -285,12 +309,13 @@ def cached(state, name, x):
 class SwiGLU(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.in_proj = nn.Linear(cfg.n_embd, 2 * cfg.d_mlp, bias=False) # gate and value
+        # two products, not one of twice the width: as fast at these sizes, and backward need not join their gradients
+        self.gate_proj = nn.Linear(cfg.n_embd, cfg.d_mlp, bias=False)
+        self.value_proj = nn.Linear(cfg.n_embd, cfg.d_mlp, bias=False)
         self.out_proj = nn.Linear(cfg.d_mlp, cfg.n_embd, bias=False)
 
     def forward(self, x):
-        gate, value = self.in_proj(x).chunk(2, -1)
-        return self.out_proj(F.silu(gate) * value)
+        return self.out_proj(F.silu(self.gate_proj(x)) * self.value_proj(x))
 
 MIXERS = {"gla": GLA, "gdn": GatedDeltaNet, "attention": Attention}
 
@@ -323,11 +348,8 @@ class LM(nn.Module):
         """The state before the first token, for forward(state=...): a list with one dict a layer, updated in place."""
         return [block.mixer.init_state(batch, self.embed.weight.device) for block in self.blocks]
 
-    def forward(self, idx, targets=None, segment_ids=None, state=None):
-        """
-        idx, targets, segment_ids: (B, T) integers. With targets, logits is None and loss the mean over all tokens; without,
-        logits is (B, T, vocab_size) and loss None. With state, idx continues the sequences it holds.
-        """
+    def hidden(self, idx, segment_ids=None, state=None):
+        """What the output head reads, (B, T, C), normalised. Arguments as in forward."""
         x = self.embed(idx)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type)) # the residual stream: half the memory and traffic of fp32
@@ -336,7 +358,18 @@ class LM(nn.Module):
                 x = checkpoint(block, x, segment_ids, use_reentrant=False)
             else:
                 x = block(x, segment_ids, state and state[i])
-        logits = F.linear(self.norm(x), self.embed.weight)
+        return self.norm(x)
+
+    def forward(self, idx, targets=None, segment_ids=None, state=None):
+        """
+        idx, targets, segment_ids: (B, T) integers. With targets, logits is None and loss the mean over all tokens;
+        without, logits is (B, T, vocab_size) and loss None. With state, idx continues the sequences it holds.
+        """
+        x = self.hidden(idx, segment_ids, state)
+        if targets is not None and x.is_cuda:
+            import kernels
+            return None, kernels.linear_cross_entropy(x, self.embed.weight, targets)
+        logits = F.linear(x, self.embed.weight)
         if targets is None:
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -347,9 +380,9 @@ class LM(nn.Module):
 
     def flops_per_token(self, seq_len):
         """
-        Forward and backward of one token: 6 a weight that enters a matrix product (2 forward, 4 backward; the embedding
-        lookup is none, the tied head is one), and 3 times the mixer's own 2 KV a product of a key-sized with a value-sized
-        vector: write and read for GLA, a second read for the delta rule; for attention q k and P v over T/2 earlier tokens.
+        Forward and backward of one token: 6 a weight that enters a matrix product (2 forward, 4 backward; the
+        embedding lookup is none, the tied head is one), and 3 times the mixer's own: 2 KV a product with the state, one
+        write and one read in GLA, a second read in the delta rule; in attention q k and P v over T/2 earlier tokens.
         """
         cfg = self.cfg
         H, K, V = cfg.n_head, cfg.d_key, cfg.d_value

@@ -1,0 +1,219 @@
+"""
+Text from a trained model. The prompt is read in pieces by the chunked form, then tokens are drawn one at a time from the
+recurrent state, whose size does not depend on how much it has read.
+
+    python sample.py                                                    # the newest checkpoint under out/
+    python sample.py --out_dir=out/gla_340m --prompt="The sea" --num_samples=3
+    python sample.py --prompt=@story.txt --temperature=0                # the prompt from a file; the likeliest token each time
+
+The text goes to stdout as it is drawn, speeds to stderr. Ctrl-C ends it.
+"""
+import os
+import signal
+import sys
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130)) # for the seconds in which torch is imported
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL) # `python sample.py | head` ends without a traceback
+
+import codecs
+import glob
+import re
+import time
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import config
+from model import LM, ModelConfig
+from prepare import load_tokenizer
+from train import checkpoints, load_checkpoint
+
+@dataclass(frozen=True)
+class SampleConfig:
+    out_dir: str = "" # folder of the checkpoints; empty: of the newest one under out/
+    prompt: str = "" # @name reads it from a file
+    num_samples: int = 1
+    max_new_tokens: int = 256 # a sample ends earlier where the model ends the document
+    temperature: float = 0.8 # 0: always the likeliest token
+    top_k: int = 200 # draw from the k likeliest tokens, 0: from all
+    top_p: float = 1.0 # draw from the likeliest tokens that make up this share of the probability
+    seed: int = 1337
+
+PIECE = 4096 # tokens of a prompt read at once, a multiple of the chunk of 64: the pieces then give the state of one pass
+
+# ----------------------------------------------------------------------------------------------------------------------
+# checkpoint and prompt
+
+def newest_out_dir():
+    """The folder under out/ whose checkpoint was written last."""
+    paths = [path for folder in glob.glob("out/**/", recursive=True) for path in checkpoints(folder)]
+    return os.path.dirname(max(paths, key=os.path.getmtime)) if paths else "out"
+
+def load_model(checkpoint, path, device):
+    """The checkpoint's model; on a GPU the matrices are bf16, and A_log, dt_bias, norms and convolutions stay fp32."""
+    try:
+        model = LM(ModelConfig(**{f.name: checkpoint["config"][f.name] for f in fields(ModelConfig)}))
+        model.load_state_dict(checkpoint["model"])
+    except (KeyError, RuntimeError) as error:
+        sys.exit(f"{path} does not fit this model.py: {str(error).splitlines()[0]}")
+    return for_inference(model, device)
+
+def for_inference(model, device):
+    model.to(device).eval().requires_grad_(False)
+    if device == "cuda":
+        for module in model.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                module.bfloat16()
+    return model
+
+def read_prompt(prompt):
+    text = prompt
+    try:
+        if prompt.startswith("@"):
+            with open(prompt[1:], encoding="utf-8", newline="") as f:
+                text = f.read()
+    except OSError as error:
+        sys.exit(f"--prompt={prompt}: cannot read the file: {error.strerror}")
+    except UnicodeDecodeError as error:
+        sys.exit(f"--prompt={prompt}: the file is not UTF-8 text at byte {error.start}")
+    if re.search(r"\s{900000}", text): # near 10^6, tiktoken's regular expression gives up
+        sys.exit("the prompt has 900,000 white-space characters in a row: shorten the run")
+    return text
+
+# ----------------------------------------------------------------------------------------------------------------------
+# from tokens to tokens
+
+@torch.no_grad()
+def prefill(model, tokens, piece=PIECE):
+    """Reads tokens (B, T), any T >= 1. Returns the state after them and the logits (B, vocab_size) of the next token."""
+    state = model.init_state(len(tokens))
+    for part in tokens.split(piece, 1):
+        x = model.hidden(part, state=state)
+    return state, F.linear(x[:, -1], model.embed.weight)
+
+def choose(logits, temperature, top_k, top_p):
+    """
+    A token for each row of logits (B, N), as (B, 1): the likeliest if temperature is 0, else drawn from
+    softmax(logits / temperature) cut to the top_k likeliest, and those to the fewest that hold top_p of what is left.
+    """
+    if temperature < 1e-6: # so cold that only the largest is left
+        return logits.argmax(-1, keepdim=True)
+    p = (logits.float() / temperature).softmax(-1)
+    p, ids = p.topk(min(top_k or p.shape[-1], p.shape[-1])) # falling
+    p = p * (p.cumsum(-1) - p < top_p * p.sum(-1, keepdim=True)) # what comes before a token holds less than top_p
+    # argmax p/e with e exponentially distributed draws from p, and needs no word from the host
+    e = torch.empty_like(p).exponential_().clamp_(min=1e-30)
+    return ids.gather(-1, (p / e).argmax(-1, keepdim=True))
+
+class Decoder:
+    """
+    B sequences, a token at a time: `token` (B, 1) holds their newest tokens, `state` all that came before, and step() puts
+    the next ones into `token`. On a GPU the step of a recurrent model, drawing included, is one CUDA graph.
+    """
+    def __init__(self, model, batch, n_vocab, temperature, top_k, top_p):
+        self.model, self.n_vocab, self.how = model, n_vocab, (temperature, top_k, top_p)
+        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=model.embed.weight.device)
+        self.state, self.graph = model.init_state(batch), None
+        if self.token.is_cuda and model.cfg.mixer != "attention": # its cache grows, and a graph has fixed addresses
+            torch.cuda.synchronize()
+            with torch.cuda.stream(torch.cuda.Stream()): # a graph must not be the first to run a kernel
+                for _ in range(3):
+                    self.forward()
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.forward()
+
+    @torch.no_grad()
+    def forward(self):
+        self.draw(self.model(self.token, state=self.state)[0][:, -1])
+
+    def draw(self, logits):
+        self.token.copy_(choose(logits[:, :self.n_vocab], *self.how)) # rows beyond n_vocab only pad the embedding
+
+    def start(self, state, logits):
+        """Go on from prefill's results, which stay as they are; draws the first token."""
+        for mine, given in zip(self.state, state):
+            for name, x in given.items():
+                if self.graph is not None:
+                    mine[name].copy_(x)
+                else:
+                    mine[name] = x.clone() if torch.is_tensor(x) else x
+        self.draw(logits)
+
+    def step(self):
+        self.forward() if self.graph is None else self.graph.replay()
+
+def generate(decoder, state, logits, max_new_tokens, eot):
+    """Yields the tokens that follow a prefill, until eot."""
+    decoder.start(state, logits)
+    for i in range(max_new_tokens):
+        if i > 0:
+            decoder.step()
+        token = decoder.token.item()
+        if token == eot:
+            return
+        yield token
+
+def state_bytes(state):
+    return sum(x.numel() * x.element_size() for layer in state for x in layer.values() if torch.is_tensor(x))
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+def check(cfg):
+    for ok, sentence in (
+            (cfg.num_samples >= 1, f"--num_samples={cfg.num_samples}: at least 1"),
+            (cfg.max_new_tokens >= 1, f"--max_new_tokens={cfg.max_new_tokens}: at least 1"),
+            (0 <= cfg.temperature < float("inf"), f"--temperature={cfg.temperature}: 0 or more"),
+            (cfg.top_k >= 0, f"--top_k={cfg.top_k}: 0 (all tokens) or more"),
+            (0 < cfg.top_p <= 1, f"--top_p={cfg.top_p}: above 0, at most 1"),
+            (0 <= cfg.seed < 2**63, f"--seed={cfg.seed}: 0 or more, below 2^63")):
+        if not ok:
+            sys.exit(sentence)
+
+def say(*words):
+    print(*words, file=sys.stderr, flush=True) # stdout is for the text
+
+def main():
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+    cfg = config.load(SampleConfig)
+    check(cfg)
+    text = read_prompt(cfg.prompt)
+    out_dir = cfg.out_dir or newest_out_dir()
+    checkpoint, path = load_checkpoint(out_dir, say)
+    if checkpoint is None:
+        sys.exit(f"{out_dir}/ holds no checkpoint (ckpt_*.pt): train one first, python train.py config/tiny.py")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = load_model(checkpoint, path, device), load_tokenizer(checkpoint["tokenizer"])
+    tokens = [tokenizer.eot_token, *tokenizer.encode_ordinary(text)] # every document of the training data starts with eot
+    say(f"{path}: {model.cfg.mixer}, {model.num_params():,} parameters, on {device}")
+
+    start = time.perf_counter()
+    state, logits = prefill(model, torch.tensor([tokens], device=device))
+    logits.max().item() # waits for the GPU
+    speed = len(tokens) / (time.perf_counter() - start)
+    say(f"prompt: {len(tokens):,} tokens read at {speed:,.0f} tok/s")
+
+    decoder = Decoder(model, 1, tokenizer.n_vocab, cfg.temperature, cfg.top_k, cfg.top_p)
+    torch.manual_seed(cfg.seed)
+    sys.stdout.reconfigure(errors="replace") # for a terminal that lacks a character
+    count, start = 0, time.perf_counter()
+    try:
+        for n in range(cfg.num_samples):
+            if n > 0:
+                print("-" * 80)
+            print("" if cfg.prompt.startswith("@") else text, end="", flush=True)
+            utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") # a character may span several tokens
+            for token in generate(decoder, state, logits, cfg.max_new_tokens, tokenizer.eot_token):
+                count += 1
+                print(utf8.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
+            print(utf8.decode(b"", final=True), flush=True)
+    finally: # also after Ctrl-C
+        speed, size = count / (time.perf_counter() - start), state_bytes(decoder.state)
+        say(f"\nsamples: {count:,} tokens drawn at {speed:,.0f} tok/s, state {size / 1e6:,.3f} MB")
+
+if __name__ == "__main__":
+    main()
