@@ -599,9 +599,10 @@ def test_prepare_whole_corpus(tmp_path):
 # ----------------------------------------------------------------------------------------------------------------------
 # train.py
 
-SMALL = """--mixer=gdn --n_layer=1 --n_head=1 --n_embd=32 --d_key=16 --d_value=16 --d_mlp=32 --conv_size=4 --vocab_size=264
-    --seq_len=32 --batch_size=8 --batch_tokens=256 --total_tokens=5120 --warmup_tokens=1024 --learning_rate=0.01 --compile=False
-    --log_interval=1 --eval_tokens=512 --save_interval=5 --keep=0""".split() # 20 steps of 8 rows
+FLAGS = """--mixer=gdn --n_layer=1 --n_head=1 --n_embd=32 --d_key=16 --d_value=16 --d_mlp=32 --conv_size=4
+    --vocab_size=264
+    --seq_len=32 --batch_size=8 --batch_tokens=256 --total_tokens=5120 --warmup_tokens=1024 --learning_rate=0.01
+    --compile=False --log_interval=1 --eval_tokens=512 --save_interval=5 --keep=0""".split() # 20 steps of 8 rows
 
 # python faulty.py FAULT RANKS STEP train.py ...: a signal to itself, a NaN loss or no memory on some ranks at a step
 FAULTY = """
@@ -647,8 +648,8 @@ def write_shards(folder, train, val, vocab_size=257):
         json.dump(meta, f)
     return str(folder)
 
-def documents(seed, tokens):
-    """Documents of 4 to 59 letters, each the one before or the one after the last, so that there is something to learn."""
+def letters(seed, tokens):
+    """Documents of 4 to 59 letters, each a neighbour of the last in the alphabet: there is something to learn."""
     rng, ids = np.random.default_rng(seed), []
     while len(ids) < tokens:
         ids += [256, *(97 + rng.choice([-1, 1], rng.integers(4, 60)).cumsum() % 26)]
@@ -657,8 +658,8 @@ def documents(seed, tokens):
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     """Two training shards of 93 and 62 rows of 32 tokens, a validation shard of 31."""
-    return write_shards(tmp_path_factory.mktemp("data") / "letters", [documents(0, 3000), documents(1, 2000)],
-                        [documents(2, 1000)])
+    return write_shards(tmp_path_factory.mktemp("data") / "letters", [letters(0, 3000), letters(1, 2000)],
+                        [letters(2, 1000)])
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory):
@@ -670,15 +671,15 @@ def faulty(tmp_path_factory):
 def whole(shards, tmp_path_factory):
     """out_dir of the run that the others are compared with: one rank, never stopped, evaluated every 5 steps."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    p = run("train.py", *SMALL, f"--data_dir={shards}", f"--out_dir={out}", "--eval_interval=5", "--save_interval=1")
+    p = run("train.py", *FLAGS, f"--data_dir={shards}", f"--out_dir={out}", "--eval_interval=5", "--save_interval=1")
     assert p.returncode == 0, p.stderr
     assert "asked to stop" not in p.stdout and "first step" in p.stdout
     return out
 
-def start(shards, out, *flags, prefix=(), env=None):
-    """train.py with SMALL's settings, `prefix` before it (torchrun, faulty.py); its log afterwards is log_of(out)."""
-    return run(*prefix, "train.py", *SMALL, f"--data_dir={shards}", f"--out_dir={out}", *flags,
-               env={"PYTHONPATH": ROOT, **(env or {})})
+def trained(shards, out, *flags, prefix=(), env=None, timeout=300):
+    """train.py with FLAGS's settings, `prefix` before it (torchrun, faulty.py); its log afterwards is log_of(out)."""
+    return run(*prefix, "train.py", *FLAGS, f"--data_dir={shards}", f"--out_dir={out}", *flags,
+               env={"PYTHONPATH": ROOT, **(env or {})}, timeout=timeout)
 
 def log_of(out):
     """{step: record} of log.jsonl, whose first line is the header."""
@@ -696,7 +697,8 @@ def same_curve(a, b, tolerance=0.0):
     assert list(a) == list(b)
     for step in a:
         for key in ("loss", "grad_norm"):
-            assert abs(a[step][key] - b[step][key]) <= tolerance * abs(b[step][key]), (step, key, a[step][key], b[step][key])
+            x, y = a[step][key], b[step][key]
+            assert abs(x - y) <= tolerance * abs(y), (step, key, x, y)
 
 def test_train_logs_and_checkpoints(whole):
     log, saved = log_of(whole), train.load_checkpoint(str(whole))[0]
@@ -706,7 +708,8 @@ def test_train_logs_and_checkpoints(whole):
     assert log[20]["tokens"] == 5120 and log[20]["val_loss"] < log[5]["val_loss"] < math.log(264)
     assert abs(log[20]["val_ppl"] / math.exp(log[20]["val_loss"]) - 1) < 1e-9
     assert abs(log[20]["val_bpb"] * math.log(2) / log[20]["val_loss"] - 1) < 1e-9 # a byte is a token here
-    assert set(saved) == {"model", "optimizer", "step", "tokens", "config", "tokenizer", "vocab_size", "run_id", "versions"}
+    assert set(saved) == {"model", "optimizer", "step", "tokens", "config", "tokenizer", "vocab_size", "run_id",
+                          "versions"}
     assert (saved["step"], saved["tokens"], saved["tokenizer"], saved["vocab_size"]) == (20, 5120, "bytes", 257)
     assert set(saved["model"]) == set(train.LM(train.TrainConfig(**saved["config"])).state_dict())
     assert saved["config"] == json.loads(open(whole / "log.jsonl").readline())["config"]
@@ -714,27 +717,27 @@ def test_train_logs_and_checkpoints(whole):
 
 def test_evaluation_does_not_change_training(shards, whole, tmp_path):
     """And keep=2 keeps two; one evaluation a run, at its end, is the one of the run with four."""
-    p = start(shards, tmp_path / "out", "--eval_interval=0", "--keep=2")
+    p = trained(shards, tmp_path / "out", "--eval_interval=0", "--keep=2")
     assert p.returncode == 0, p.stderr
     same_curve(log_of(tmp_path / "out"), log_of(whole))
     assert log_of(tmp_path / "out")[20]["val_loss"] == log_of(whole)[20]["val_loss"]
     assert sorted(f.name for f in (tmp_path / "out").glob("ckpt*")) == ["ckpt_15.pt", "ckpt_20.pt"]
-    p = start(shards, tmp_path / "out", "--eval_only=True")
+    p = trained(shards, tmp_path / "out", "--eval_only=True")
     assert p.returncode == 0 and f"val_loss {log_of(whole)[20]['val_loss']:.4f}" in p.stdout
-    p = start(shards, tmp_path / "out", "--resume=True", "--n_embd=64")
+    p = trained(shards, tmp_path / "out", "--resume=True", "--n_embd=64")
     refused(p, "n_embd=32", "n_embd=64")
-    refused(start(shards, tmp_path / "out"), "holds checkpoints", "--resume=True")
+    refused(trained(shards, tmp_path / "out"), "holds checkpoints", "--resume=True")
 
-def killed_twice(shards, out, faulty, *flags, env=None):
-    """A run that is killed with SIGKILL in its 8th step, again in the 5th of its second life, and then finishes."""
+def killed_twice(shards, out, faulty, *flags, prefix=(), **how):
+    """A run killed with SIGKILL in its 8th step, again in the 5th of its second life, that then goes on to its end."""
     for step in (8, 5):
-        p = start(shards, out, "--resume=True", *flags, prefix=(faulty, "SIGKILL", 0, step), env=env)
+        p = trained(shards, out, "--resume=True", *flags, prefix=(faulty, "SIGKILL", 0, step), **how)
         assert p.returncode == -signal.SIGKILL, (p.returncode, p.stderr)
     with open(out / "log.jsonl", "a") as f:
         f.write('{"step": 10, "lo') # what a kill in the middle of a line leaves
     (out / "ckpt_99.pt.tmp").write_bytes(b"torn")
-    p = start(shards, out, "--resume=True", *flags, env=env)
-    assert p.returncode == 0 and "continuing from" in p.stdout, p.stderr
+    p = trained(shards, out, "--resume=True", *flags, prefix=prefix, **how)
+    assert p.returncode == 0 and f"continuing from {out}/ckpt_5.pt" in p.stdout, p.stderr
     assert not list(out.glob("*.tmp"))
 
 def test_resume_is_bitwise(shards, whole, faulty, tmp_path):
@@ -749,14 +752,13 @@ def test_resume_is_bitwise(shards, whole, faulty, tmp_path):
 @pytest.mark.skipif(not shutil.which("g++"), reason="compiling for a CPU takes a C++ compiler")
 def test_resume_is_bitwise_compiled(shards, faulty, tmp_path):
     """One cache for all: what is compared is the arithmetic, the embedding's gradient above all, not the compiler."""
-    compiler = tmp_path / "c++"
-    compiler.write_text('#!/bin/sh\nexec g++ "$@" -O1\n') # compiles in half the time
-    compiler.chmod(0o755)
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "CXX": str(compiler), "OMP_NUM_THREADS": "2"}
-    flags = ("--compile=True", "--n_layer=2", "--reset_at_eot=True", "--eval_interval=0")
-    p = start(shards, tmp_path / "whole", *flags, env=env)
+    how = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "2"}, "timeout": 900}
+    flags = ("--compile=True", "--n_layer=2", "--conv_size=0", "--total_tokens=10240")
+    # a SIGTERM at the end of step 20 of 40 spares the evaluation, whose graph would have to be compiled too
+    p = trained(shards, tmp_path / "whole", *flags, prefix=(faulty, "SIGTERM", 0, 20), **how)
     assert p.returncode == 0, p.stderr
-    killed_twice(shards, tmp_path / "out", faulty, *flags, env=env)
+    killed_twice(shards, tmp_path / "out", faulty, *flags, prefix=(faulty, "SIGTERM", 0, 15), **how)
+    assert list(log_of(tmp_path / "out")) == list(range(1, 22))
     same_curve(log_of(tmp_path / "out"), log_of(tmp_path / "whole"))
 
 def gradient(out):
@@ -768,8 +770,9 @@ def test_ranks_and_accumulation_change_nothing(shards, tmp_path):
     """A batch of 16 rows as 16, as 4 micro-steps of 4, and as 4 of 2 on each of 2 ranks, over 10 steps."""
     ways = {"one": (16, ()), "accumulated": (4, ()), "ranks": (2, ranks(2))}
     for name, (batch_size, prefix) in ways.items():
-        p = start(shards, tmp_path / name, f"--batch_size={batch_size}", "--batch_tokens=512", "--max_steps=10",
-                  "--grad_clip=0", "--save_interval=1", "--warmup_tokens=512", "--learning_rate=1e-3", "--mixer=gla", prefix=prefix)
+        p = trained(shards, tmp_path / name, f"--batch_size={batch_size}", "--batch_tokens=512", "--max_steps=10",
+                  "--grad_clip=0", "--save_interval=1", "--warmup_tokens=512", "--learning_rate=1e-3", "--mixer=gla",
+                  prefix=prefix)
         assert p.returncode == 0, p.stderr
     for name in ("accumulated", "ranks"):
         same_curve(log_of(tmp_path / name), log_of(tmp_path / "one"), 1e-5)
@@ -785,13 +788,14 @@ def test_two_nodes(shards, whole, tmp_path):
     agent = ("-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
              f"--rdzv_endpoint=localhost:{port}", "--rdzv_id=1")
     with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(start, shards, tmp_path / "out", "--batch_size=4", "--eval_interval=5", prefix=agent) for _ in "ab"]
+        both = [pool.submit(trained, shards, tmp_path / "out", "--batch_size=4", "--eval_interval=5", prefix=agent)
+                for _ in range(2)]
     for p in both:
         assert p.result().returncode == 0, p.result().stderr
     same_curve(log_of(tmp_path / "out"), log_of(whole), 1e-3)
 
 def test_restart_after_a_killed_rank(shards, whole, faulty, tmp_path):
-    p = start(shards, tmp_path / "out", "--batch_size=4", "--resume=True", "--eval_interval=5",
+    p = trained(shards, tmp_path / "out", "--batch_size=4", "--resume=True", "--eval_interval=5",
               prefix=(*ranks(2), "--max-restarts=3", faulty, "SIGKILL", 1, 8))
     assert p.returncode == 0, p.stderr
     assert "starting at step 0" in p.stdout and "continuing from" in p.stdout
@@ -800,14 +804,14 @@ def test_restart_after_a_killed_rank(shards, whole, faulty, tmp_path):
 @pytest.mark.parametrize("who", ["1", "0,1"])
 def test_sigterm_saves_and_exits_0(shards, faulty, tmp_path, who):
     """To one rank or to all; the step in which it comes is finished."""
-    p = start(shards, tmp_path / "out", "--batch_size=4", prefix=(*ranks(2), faulty, "SIGTERM", who, 7))
+    p = trained(shards, tmp_path / "out", "--batch_size=4", prefix=(*ranks(2), faulty, "SIGTERM", who, 7))
     assert p.returncode == 0, p.stderr
     assert "asked to stop: saved step" in p.stdout
     assert list(log_of(tmp_path / "out"))[-1] == train.load_checkpoint(str(tmp_path / "out"))[0]["step"] == 8
 
 def test_sigint_from_outside(shards, tmp_path):
     """A Ctrl-C, and more of them while it saves."""
-    p = subprocess.Popen([sys.executable, "train.py", *SMALL, "--total_tokens=1_000_000_000", f"--data_dir={shards}",
+    p = subprocess.Popen([sys.executable, "train.py", *FLAGS, "--total_tokens=1_000_000_000", f"--data_dir={shards}",
                           f"--out_dir={tmp_path / 'out'}"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in p.stdout:
         if line.startswith("step 3/"):
@@ -815,13 +819,14 @@ def test_sigint_from_outside(shards, tmp_path):
     while p.poll() is None:
         p.send_signal(signal.SIGINT)
         time.sleep(0.01)
-    assert p.returncode in (0, -signal.SIGINT), p.returncode # the latter: one came after Python had taken its handlers down
+    # -SIGINT: one came after Python had taken its handlers down
+    assert p.returncode in (0, -signal.SIGINT), p.returncode
     assert "asked to stop: saved step" in p.stdout.read()
     assert train.load_checkpoint(str(tmp_path / "out"))[0] is not None
 
 def test_nan_on_one_rank_drops_the_step(shards, whole, faulty, tmp_path):
     """On both ranks, without a trace in the moments; and the curve goes on."""
-    p = start(shards, tmp_path / "out", "--batch_size=4", "--save_interval=1", prefix=(*ranks(2), faulty, "nan", 1, 7))
+    p = trained(shards, tmp_path / "out", "--batch_size=4", "--save_interval=1", prefix=(*ranks(2), faulty, "nan", 1, 7))
     assert p.returncode == 0 and "1 steps dropped" in p.stdout, p.stderr
     log = log_of(tmp_path / "out")
     assert log[7]["loss"] is None and log[7]["grad_norm"] is None
@@ -835,16 +840,17 @@ def test_nan_on_one_rank_drops_the_step(shards, whole, faulty, tmp_path):
     assert all(state["step"] == 19 for state in end["optimizer"]["state"].values())
 
 def test_ten_dropped_steps_stop_the_run(shards, faulty, tmp_path):
-    refused(start(shards, tmp_path / "out", prefix=(faulty, "nans", 0, 3)), "10 steps in a row by step 12", "learning_rate")
+    p = trained(shards, tmp_path / "out", prefix=(faulty, "nans", 0, 3))
+    refused(p, "10 steps in a row by step 12", "learning_rate")
     assert list(log_of(tmp_path / "out"))[-1] == 11
 
 @pytest.mark.parametrize("flags, word", [((), "lower batch_size"), (("--batch_size=1",), "checkpoint_blocks=True"),
                                          (("--batch_size=1", "--checkpoint_blocks=True"), "lower seq_len")])
 def test_out_of_memory_says_what_to_lower(shards, faulty, tmp_path, flags, word):
-    refused(start(shards, tmp_path / "out", *flags, prefix=(faulty, "oom", 0, 2)), "out of memory", word)
+    refused(trained(shards, tmp_path / "out", *flags, prefix=(faulty, "oom", 0, 2)), "out of memory", word)
 
 def test_damaged_checkpoint_falls_back(whole, tmp_path):
-    """Torn at any length, altered at any byte: what loads is the newest file's values or the one before, never others."""
+    """Torn at any length, altered in any bit: what loads is the newest file's values or the one before, no others."""
     out = tmp_path / "out"
     out.mkdir()
     shutil.copy(whole / "ckpt_10.pt", out)
@@ -876,19 +882,19 @@ def test_resume_falls_back_and_repeats_the_curve(shards, whole, tmp_path):
     shutil.copytree(whole, out)
     for step in range(11, 21):
         (out / f"ckpt_{step}.pt").write_bytes((out / f"ckpt_{step}.pt").read_bytes()[:-3000])
-    p = start(shards, out, "--resume=True", "--eval_interval=5")
+    p = trained(shards, out, "--resume=True", "--eval_interval=5")
     assert p.returncode == 0 and "ckpt_20.pt is damaged" in p.stdout and f"continuing from {out}/ckpt_10.pt" in p.stdout
     same_curve(log_of(out), log_of(whole))
 
 def test_full_disk_keeps_the_last_checkpoint(shards, tmp_path):
     """The limit on a file's size stands for the full disk: the write fails half-way, as torch sees it too."""
     out = tmp_path / "out"
-    p = start(shards, out, "--max_steps=5")
+    p = trained(shards, out, "--max_steps=5")
     assert p.returncode == 0, p.stderr
     size = (out / "ckpt_5.pt").stat().st_size
     limited = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2},) * 2); " \
               "import sys; sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')"
-    p = start(shards, out, "--resume=True", prefix=("-c", limited))
+    p = trained(shards, out, "--resume=True", prefix=("-c", limited))
     refused(p, "cannot write", "ckpt_10.pt", "GB are free")
     assert [f.name for f in out.glob("ckpt*")] == ["ckpt_5.pt"] and train.load_checkpoint(str(out))[0]["step"] == 5
 
@@ -906,11 +912,11 @@ def test_damaged_shard_is_named(shards, tmp_path, change, word):
     """On whichever rank it is hashed; only rank 0 speaks."""
     data = altered(shards, tmp_path / "data", change)
     if change is os.remove:
-        p = start(data, tmp_path / "out", "--batch_size=4", prefix=ranks(2))
+        p = trained(data, tmp_path / "out", "--batch_size=4", prefix=ranks(2))
         assert p.returncode == 1 and p.stderr.count("train_00001.bin cannot be read") == 1, p.stderr
         assert p.stderr.count("Traceback") == 1, p.stderr # torchrun's own
     else:
-        refused(start(data, tmp_path / "out"), "train_00001.bin", word, "prepare.py")
+        refused(trained(data, tmp_path / "out"), "train_00001.bin", word, "prepare.py")
     assert not (tmp_path / "out").exists()
 
 @pytest.mark.parametrize("flags, words", [
@@ -925,7 +931,7 @@ def test_damaged_shard_is_named(shards, tmp_path, change, word):
     (["--out_dir=train.py/out"], ["train.py/out"]),
 ])
 def test_train_refuses(shards, tmp_path, flags, words):
-    refused(start(shards, tmp_path / "out", *flags), *words)
+    refused(trained(shards, tmp_path / "out", *flags), *words)
 
 @pytest.mark.parametrize("flag, words", [
     ("--schedule=linear", ["cosine or wsd"]), ("--decay_frac=1.5", ["decay_frac"]), ("--beta2=1.0", ["beta2"]),
@@ -936,9 +942,9 @@ def test_train_refuses(shards, tmp_path, flags, words):
 ])
 def test_settings_are_checked(flag, words):
     with pytest.raises(SystemExit) as e:
-        train.check(config.load(train.TrainConfig, [*SMALL, flag]), 1)
+        train.check(config.load(train.TrainConfig, [*FLAGS, flag]), 1)
     assert all(word in e.value.code for word in words), e.value.code
-    train.check(config.load(train.TrainConfig, SMALL), 1)
+    train.check(config.load(train.TrainConfig, FLAGS), 1)
 
 def test_get_lr_at_its_ends():
     """Exact values: above 0 at first, the maximum at the end of warm-up, the minimum at the last step."""
@@ -958,20 +964,20 @@ def test_get_lr_at_its_ends():
         assert train.get_lr(one, steps - 1) == 0.3
 
 def batches(cfg, splits, steps, world=1):
-    """The global batches of `steps`, each a list of rows as tuples, sorted."""
+    """The global batches of `steps`, each its row numbers, sorted."""
     n = splits["train"].first[-1]
     micro_steps = cfg.batch_tokens // (cfg.batch_size * cfg.seq_len * world)
     for step in steps:
-        rows = [r for m in range(micro_steps) for rank in range(world) for r in train.train_rows(cfg, n, step, m, rank, world)]
-        yield sorted(rows)
+        parts = [train.train_rows(cfg, n, step, m, rank, world) for m in range(micro_steps) for rank in range(world)]
+        yield sorted(sum(parts, []))
 
 def test_batches_are_a_pure_function(shards):
-    cfg = config.load(train.TrainConfig, [*SMALL, f"--data_dir={shards}"])
+    cfg = config.load(train.TrainConfig, [*FLAGS, f"--data_dir={shards}"])
     splits = train.open_data(cfg)[1]
     assert splits["train"].first == [0, 93, 155] and splits["val"].first == [0, 31]
     one = list(batches(cfg, splits, range(60)))
     for flag, world in (("--batch_size=2", 1), ("--batch_size=4", 2), ("--batch_size=1", 8)):
-        other = config.load(train.TrainConfig, [*SMALL, f"--data_dir={shards}", flag])
+        other = config.load(train.TrainConfig, [*FLAGS, f"--data_dir={shards}", flag])
         assert list(batches(other, splits, range(60), world)) == one # three epochs, so any later step too
     rows = [r for batch in one for r in batch]
     assert set(rows) == set(range(155)) # nothing is left out
@@ -984,7 +990,7 @@ def test_batches_are_a_pure_function(shards):
 
 def test_rows_are_the_shards(shards):
     """Every token of a shard is a target once, but its first and the last that fill no row; eot starts a segment."""
-    cfg = config.load(train.TrainConfig, [*SMALL, f"--data_dir={shards}"])
+    cfg = config.load(train.TrainConfig, [*FLAGS, f"--data_dir={shards}"])
     split = train.open_data(cfg)[1]["train"]
     for shard, rows in enumerate((range(93), range(93, 155))):
         tokens = np.fromfile(os.path.join(shards, f"train_{shard:05d}.bin"), "<u2")[:len(rows) * 32 + 1]
@@ -995,7 +1001,7 @@ def test_rows_are_the_shards(shards):
 
 def test_curriculum_repeats_nothing(shards, tmp_path):
     """Rows of 8, then 16, then 32 tokens over the warm-up: the same tokens in the same steps."""
-    cfg = config.load(train.TrainConfig, [*SMALL, f"--data_dir={shards}", "--seq_len_start=8", "--warmup_tokens=1536"])
+    cfg = config.load(train.TrainConfig, [*FLAGS, f"--data_dir={shards}", "--seq_len_start=8", "--warmup_tokens=1536"])
     split = train.open_data(cfg)[1]["train"]
     assert [train.get_seq_len(cfg, s) for s in range(8)] == [8, 8, 8, 16, 16, 16, 32, 32]
     for T in (8, 16, 32):
@@ -1004,13 +1010,13 @@ def test_curriculum_repeats_nothing(shards, tmp_path):
         assert idx.shape == targets.shape == ids.shape == (64 // T, T)
         assert torch.equal(idx.flatten(), whole[0].flatten()) and torch.equal(targets.flatten(), whole[1].flatten())
         assert torch.equal(ids.diff(dim=1) > 0, (idx == 256)[:, 1:])
-    p = start(shards, tmp_path / "out", "--seq_len_start=8", "--warmup_tokens=1536", "--max_steps=8")
+    p = trained(shards, tmp_path / "out", "--seq_len_start=8", "--warmup_tokens=1536", "--max_steps=8")
     assert p.returncode == 0, p.stderr
     assert log_of(tmp_path / "out")[8]["tokens"] == 2048
 
 def test_validation_rows_do_not_depend_on_ranks_or_batch(shards):
     """16 of 31 rows, in batches with a remainder, equal the mean over the rows one by one."""
-    cfg = config.load(train.TrainConfig, [*SMALL, f"--data_dir={shards}", "--batch_size=7", "--eval_tokens=512"])
+    cfg = config.load(train.TrainConfig, [*FLAGS, f"--data_dir={shards}", "--batch_size=7", "--eval_tokens=512"])
     split = train.open_data(cfg)[1]["val"]
     torch.manual_seed(0)
     model = train.LM(cfg)
@@ -1025,7 +1031,7 @@ def test_wandb_offline_keeps_its_run(shards, tmp_path):
     pytest.importorskip("wandb")
     out, env = tmp_path / "out", {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     for flags in (("--max_steps=5",), ("--resume=True", "--max_steps=10")):
-        p = start(shards, out, "--wandb=True", *flags, env=env)
+        p = trained(shards, out, "--wandb=True", *flags, env=env)
         assert p.returncode == 0, p.stderr
     runs = [f.name.split("-")[-1] for f in (out / "wandb").glob("offline-run-*")]
     assert runs == [train.load_checkpoint(str(out))[0]["run_id"]] * 2, runs

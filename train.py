@@ -8,9 +8,10 @@ Trains a language model on the shards of prepare.py; the whole of it in this fil
     torchrun --standalone --nproc_per_node=8 --max-restarts=3 train.py config/gla_340m.py --resume=True
     python train.py config/tiny.py --eval_only=True                       # validation loss of the newest checkpoint
 
-A config file and --key=value flags override TrainConfig, left to right. --resume=True continues from the newest checkpoint
-in out_dir and starts at step 0 where there is none, so one command serves the first start and every restart. SIGTERM or
-Ctrl-C finishes the step, saves and exits 0. The same numbers go to the terminal, out_dir/log.jsonl and, if asked, wandb.
+A config file and --key=value flags override TrainConfig, left to right. --resume=True continues from the newest
+checkpoint in out_dir and starts at step 0 where there is none, so one command serves the first start and every restart.
+SIGTERM or Ctrl-C finishes the step, saves and exits 0. The numbers go to the terminal, out_dir/log.jsonl and, if asked,
+wandb.
 """
 import bisect
 import contextlib
@@ -19,6 +20,7 @@ import functools
 import glob
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
@@ -52,7 +54,7 @@ class TrainConfig(ModelConfig):
     seq_len_start: int = 0 # rows are cut to this length at first, doubling to seq_len over the warm-up, 0: off
     reset_at_eot: bool = True # documents in one row do not see each other
     seed: int = 1337 # of the first weights and of the data order
-    # batch; accumulation follows, so memory and speed depend on batch_size and on the number of GPUs, the result does not
+    # batch; accumulation follows from it: batch_size and the number of GPUs change memory and speed, not the result
     batch_size: int = 32 # rows per GPU per micro-step
     batch_tokens: int = 524_288 # tokens per optimizer step, all GPUs together
     total_tokens: int = 15_000_000_000 # of the schedule
@@ -88,8 +90,8 @@ def check(cfg, world):
     """Exits with one sentence where the settings cannot work."""
     positive = ("n_layer n_head n_embd d_key d_value d_mlp vocab_size seq_len batch_size batch_tokens total_tokens "
                 "learning_rate eval_tokens log_interval")
-    natural = ("conv_size norm_eps expect_params seq_len_start seed max_steps min_lr warmup_tokens weight_decay beta1 beta2 "
-               "grad_clip eval_interval save_interval keep")
+    natural = ("conv_size norm_eps expect_params seq_len_start seed max_steps min_lr warmup_tokens weight_decay beta1 "
+               "beta2 grad_clip eval_interval save_interval keep")
     for key in (positive + " " + natural).split():
         value = getattr(cfg, key)
         if not (0 <= value < math.inf) or (value == 0 and key in positive.split()):
@@ -101,14 +103,15 @@ def check(cfg, world):
         (not 0 <= cfg.decay_frac <= 1, f"decay_frac must be from 0 to 1, got {cfg.decay_frac}"),
         (max(cfg.beta1, cfg.beta2) >= 1, f"beta1 and beta2 must be below 1, got {cfg.beta1} and {cfg.beta2}"),
         (cfg.seed >= 2**32, f"seed must be below 2**32, got {cfg.seed}"),
-        (cfg.batch_tokens % rows, f"batch_tokens={cfg.batch_tokens} is not a multiple of batch_size * seq_len * ranks = "
-         f"{cfg.batch_size} * {cfg.seq_len} * {world} = {rows}: change batch_size or batch_tokens"),
+        (cfg.batch_tokens % rows, f"batch_tokens={cfg.batch_tokens} is not a multiple of batch_size * seq_len * ranks "
+         f"= {cfg.batch_size} * {cfg.seq_len} * {world} = {rows}: change batch_size or batch_tokens"),
         (steps == 0, f"total_tokens={cfg.total_tokens} is less than one step of batch_tokens={cfg.batch_tokens}"),
         (cfg.warmup_tokens // cfg.batch_tokens >= max(steps, 1), f"warmup_tokens={cfg.warmup_tokens} leaves nothing of "
          f"total_tokens={cfg.total_tokens}: lower warmup_tokens"),
         (start and start not in [cfg.seq_len >> i for i in range(32) if cfg.seq_len % (1 << i) == 0],
          f"seq_len_start={start} must be seq_len={cfg.seq_len} halved some number of times, or 0"),
-        (cfg.mixer == "attention" and cfg.reset_at_eot, "attention does not stop at a document's start: set reset_at_eot=False"),
+        (cfg.mixer == "attention" and cfg.reset_at_eot,
+         "attention does not stop at a document's start: set reset_at_eot=False"),
     ):
         if wrong:
             sys.exit(sentence)
@@ -136,9 +139,9 @@ def get_seq_len(cfg, step):
 # ----------------------------------------------------------------------------------------------------------------------
 # data
 #
-# A shard of n tokens holds (n - 1) // seq_len rows; row r is its tokens r * seq_len to (r + 1) * seq_len inclusive: a row's
-# last target is the next row's first input, so every token is a target once. Rows are numbered through all shards, and
-# row number i of training is the i-th of a seeded order of them, a new order each epoch.
+# A shard of n tokens holds (n - 1) // seq_len rows; row r is its tokens r * seq_len to (r + 1) * seq_len inclusive: a
+# row's last target is the next row's first input, so every token is a target once. Rows are numbered through all
+# shards, and training takes them in a seeded order, a new one each epoch.
 
 Split = namedtuple("Split", "paths first eot") # first[s]: number of shard s's first row; first[-1]: of all rows
 
@@ -160,7 +163,8 @@ def open_data(cfg):
         shards = sorted(file for file in meta["shards"] if file.startswith(name))
         rows = [max(0, meta["shards"][file]["tokens"] - 1) // cfg.seq_len for file in shards]
         if sum(rows) == 0:
-            sys.exit(f"{cfg.data_dir} has no {name} row of seq_len + 1 = {cfg.seq_len + 1} tokens: lower seq_len or prepare more")
+            sys.exit(f"{cfg.data_dir} has no {name} row of seq_len + 1 = {cfg.seq_len + 1} tokens: lower seq_len or "
+                     "prepare more")
         paths = [os.path.join(cfg.data_dir, file) for file in shards]
         splits[name] = Split(paths, [sum(rows[:i]) for i in range(len(rows) + 1)], meta["eot"])
     return meta, splits
@@ -178,7 +182,8 @@ def verify_shards(folder, shards, threads):
                     digest.update(block)
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
-        return None if digest.hexdigest() == shard["sha256"] else f"{path} is altered, its sha256 is not the one in meta.json"
+        same = digest.hexdigest() == shard["sha256"]
+        return None if same else f"{path} is altered, its sha256 is not the one in meta.json"
 
     with ThreadPoolExecutor(threads) as pool: # hashing releases Python's lock
         for sentence in filter(None, pool.map(fault, shards)):
@@ -198,7 +203,7 @@ def row_order(seed, epoch, n):
     return np.random.RandomState([seed, epoch]).permutation(n) # RandomState: the same in every version of numpy
 
 def train_rows(cfg, n, step, micro_step, rank, world):
-    """The row numbers, of n, of one micro-step on one rank. All ranks and micro-steps of a step make one global batch."""
+    """The row numbers, of n, of a micro-step on a rank; those of all ranks and micro-steps make the global batch."""
     first = step * (cfg.batch_tokens // cfg.seq_len) + (micro_step * world + rank) * cfg.batch_size
     return [int(row_order(cfg.seed, i // n, n)[i % n]) for i in range(first, first + cfg.batch_size)]
 
@@ -296,7 +301,8 @@ def open_log(out_dir, header, step):
 
 def check_resume(cfg, saved, path):
     """Exits where the checkpoint's model is not the config's; returns the other settings that changed, in words."""
-    changed = {f.name: (saved[f.name], getattr(cfg, f.name)) for f in fields(cfg) if saved[f.name] != getattr(cfg, f.name)}
+    pairs = {f.name: (saved.get(f.name, f.default), getattr(cfg, f.name)) for f in fields(cfg)}
+    changed = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
     for f in fields(ModelConfig):
         if f.name in changed and f.name != "expect_params":
             sys.exit(f"{path} has {f.name}={changed[f.name][0]}, the config {f.name}={changed[f.name][1]}: "
@@ -304,13 +310,16 @@ def check_resume(cfg, saved, path):
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key != "resume")
 
 def explain(cfg, rank, error):
-    """A sentence for what only shows while it runs: memory or disk full, no compiler; None for any other error."""
+    """A sentence for what only shows while it runs: no memory, disk, compiler or login; None for any other error."""
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
         lower = ("lower batch_size, accumulation keeps the result the same" if cfg.batch_size > 1 else
                  "lower seq_len" if cfg.checkpoint_blocks else "set checkpoint_blocks=True, or lower seq_len")
         return f"rank {rank} is out of memory at batch_size={cfg.batch_size} and seq_len={cfg.seq_len}: {lower}"
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk of {cfg.out_dir} is full: make room and continue with --resume=True"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        return (f"cannot write to {cfg.out_dir} ({error.strerror}): make room or set another out_dir, and continue "
+                "with --resume=True")
+    if type(error).__module__.startswith("wandb"):
+        return f"wandb: {str(error).splitlines()[0]}; run `wandb login`, set WANDB_MODE=offline or wandb=False"
     if "C++ compiler" in str(error):
         return "compile=True needs a C++ compiler on a CPU: install g++ or set compile=False"
 
@@ -319,7 +328,7 @@ def autocast(device):
 
 @torch.no_grad()
 def evaluate(cfg, forward, split, rank, world, device):
-    """Loss in nats a token over eval_tokens of the validation rows: the same rows, shared out, and the result on all ranks."""
+    """Mean loss, nats a token, over eval_tokens of the validation set: always the same rows, the ranks share them."""
     n = split.first[-1]
     count = min(n, max(1, cfg.eval_tokens // cfg.seq_len))
     rows = [i * n // count for i in range(count)]
@@ -341,7 +350,8 @@ if __name__ == "__main__":
     # ranks
 
     started = time.time()
-    rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0)) # set by torchrun
+    world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         if local_rank >= torch.cuda.device_count():
@@ -365,9 +375,11 @@ if __name__ == "__main__":
     with all_or_none():
         cfg = config.load(TrainConfig)
         check(cfg, world)
+        if cfg.wandb and not importlib.util.find_spec("wandb"):
+            sys.exit("wandb=True needs a package that is not installed: pip install wandb")
         meta, splits = open_data(cfg)
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) # each node hashes its own copy of the shards
-        verify_shards(cfg.data_dir, sorted(meta["shards"].items())[local_rank::local_world], max(1, os.cpu_count() // local_world))
+        mine = sorted(meta["shards"].items())[local_rank::local_world] # each node hashes its own copy of the shards
+        verify_shards(cfg.data_dir, mine, max(1, os.cpu_count() // local_world))
 
     def say_or_trace(kind, error, trace):
         sentence = explain(cfg, rank, error)
@@ -433,18 +445,19 @@ if __name__ == "__main__":
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": str(np.__version__)}
     if importlib.util.find_spec("triton"):
         versions["triton"] = importlib.metadata.version("triton")
-    say(f"model: {cfg.mixer}, {raw.num_params():,} parameters, {raw.flops_per_token(cfg.seq_len) / 1e9:.3f} GFLOP a token")
+    flops = raw.flops_per_token(cfg.seq_len)
+    say(f"model: {cfg.mixer}, {raw.num_params():,} parameters, {flops / 1e9:.3f} GFLOP a token")
     say(f"data: {cfg.data_dir} ({meta['tokenizer']}), {n_rows:,} rows of {cfg.seq_len} tokens; "
         f"{steps * rows / n_rows:.2f} epochs in {steps:,} steps")
     say(f"batch: {cfg.batch_size} rows * {cfg.seq_len} tokens * {world} ranks * {accumulation} micro-steps = "
-        f"{cfg.batch_tokens:,} tokens; {steps:,} steps = {steps * cfg.batch_tokens:,} tokens, running {start:,} to {end:,}")
-    say(f"device: {world} x {name}" + ("" if peak or device.type == "cpu" else ", whose peak is not in PEAK_FLOPS: no MFU"))
+        f"{cfg.batch_tokens:,} tokens; {steps:,} steps = {steps * cfg.batch_tokens:,} tokens, now {start:,} to {end:,}")
+    say(f"device: {world} x {name}" + ("" if peak or device.type == "cpu" else ", not in PEAK_FLOPS: no MFU"))
 
     def validation():
         """val_loss and val_ppl a token, val_bpb: bits per byte of the validation text, at its mean bytes per token."""
         loss = evaluate(cfg, forward, splits["val"], rank, world, device)
-        bits = loss / math.log(2) # a token
-        return {"val_loss": loss, "val_ppl": float(np.exp(loss)), "val_bpb": bits * meta["val_tokens"] / meta["val_bytes"]}
+        bpb = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+        return {"val_loss": loss, "val_ppl": float(np.exp(loss)), "val_bpb": bpb}
 
     if cfg.eval_only:
         say(", ".join(f"{k} {v:.4f}" for k, v in validation().items()))
@@ -522,8 +535,8 @@ if __name__ == "__main__":
         else:
             *_, row_of_drops, stop = numbers.tolist()
         if row_of_drops >= 10:
-            sys.exit(f"10 steps in a row by step {step + 1} had a loss or gradient that is not finite: lower learning_rate "
-                     "or look at their data, and continue with --resume=True" if rank == 0 else 1)
+            sys.exit(f"10 steps in a row by step {step + 1} had a loss or gradient that is not finite: lower "
+                     "learning_rate or look at their data, and continue with --resume=True" if rank == 0 else 1)
 
         done = step + 1
         evaluating = done == end or (cfg.eval_interval and done % cfg.eval_interval == 0)

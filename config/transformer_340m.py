@@ -1,4 +1,5 @@
-# A Transformer of 341.0M parameters on 15B tokens of SlimPajama, the baseline: softmax attention, rotary positions, one node of 8 GPUs
+# A Transformer on 15B tokens of SlimPajama, the baseline (softmax attention, rotary positions): 341.0M parameters, one
+# node of 8 GPUs
 # torchrun --standalone --nproc_per_node=8 train.py config/transformer_340m.py
 mixer = "attention"
 n_layer, n_head, n_embd = 24, 16, 1024
