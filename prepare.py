@@ -1,17 +1,18 @@
 """
 Text to uint16 shards, the form train.py reads.
 
-    python prepare.py                                           # Python's own library, as bytes; needs no network
-    python prepare.py --dataset=slimpajama --tokenizer=gpt2     # 15B tokens, streamed from the hub: 30 GB
-    python prepare.py --dataset=DIR --tokenizer=gpt2            # .jsonl, .jsonl.zst, .parquet, .txt; or a glob of them
-    python prepare.py --dataset=DIR --tokenizer=gpt2 --verify=True                # hash the finished shards again
-    python prepare.py --dataset=DIR --tokenizer=gpt2 --shard=0/2                  # the first of two machines, then
-    python prepare.py --merge=data/DIR-gpt2-0of2,data/DIR-gpt2-1of2               # what both made, as one folder
+    python prepare.py                                        # Python's own library, as bytes: no network
+    python prepare.py --dataset=slimpajama --tokenizer=gpt2  # 15B tokens, streamed from the hub: 30 GB
+    python prepare.py --dataset=DIR --tokenizer=gpt2         # .jsonl, .jsonl.zst, .parquet, .txt; or a glob
+    python prepare.py --dataset=DIR --tokenizer=gpt2 --verify=True       # hash the finished shards again
+    python prepare.py --dataset=DIR --tokenizer=gpt2 --shard=0/2         # the first of two machines, then
+    python prepare.py --merge=data/DIR-gpt2-0of2,data/DIR-gpt2-1of2      # what both made, as one folder
 
-The folder data/DIR-gpt2 gets train_00000.bin, ..., val_00000.bin, ... (raw little-endian uint16; every document starts
-with eot and may continue in the next shard) and, last of all, meta.json. A run that was killed goes on where progress.json
-says when the same command is given again, and ends with the same bytes. Speed is tiktoken's, 3 to 10 MB/s of text a core;
-memory is bounded by 2 MB of text a worker and the longest record.
+The folder data/DIR-gpt2 gets train_00000.bin, ..., val_00000.bin, ... (raw little-endian uint16; every
+document starts with eot and may continue in the next shard) and, last of all, meta.json. A run that was
+killed goes on where progress.json says when the same command is given again, and ends with the same bytes.
+Speed is tiktoken's, 3 to 10 MB/s of text a core; memory is bounded, by a few MB of text a worker and the
+longest record.
 """
 import glob
 import hashlib
@@ -73,8 +74,8 @@ def load_tokenizer(name):
         try:
             enc = tiktoken.get_encoding("gpt2")
         except OSError as error: # requests' errors are OSErrors
-            sys.exit(f"--tokenizer=gpt2: its vocabulary can't be downloaded ({brief(error)}), set TIKTOKEN_CACHE_DIR to a "
-                     "folder that holds it")
+            sys.exit(f"--tokenizer=gpt2: its vocabulary can't be downloaded ({brief(error)}), set "
+                     "TIKTOKEN_CACHE_DIR to a folder that holds it")
     else:
         sys.exit(f"--tokenizer={name}: it must be bytes or gpt2")
     if enc.max_token_value >= 2**16:
@@ -92,12 +93,14 @@ class Document(NamedTuple):
     opens: bool # False: this goes on with the document before
 
 class Local:
-    """Files on this machine. `splits` holds the paths under "val" and "train", or "" where validation is to be drawn."""
+    """Files on this machine. `splits` holds paths under "val" and "train", or under "" where
+    validation is to be drawn."""
     def __init__(self, cfg):
         self.text_field, self.read = cfg.text_field, {} # path: bytes read so far, as they lie on disk
         self.revision = platform.python_version() if cfg.dataset == "stdlib" else ""
         root, self.every = stdlib_files() if cfg.dataset == "stdlib" else local_files(cfg.dataset)
-        listing = [(os.path.relpath(path, root), os.path.getsize(path)) for paths in self.every.values() for path in paths]
+        listing = [(os.path.relpath(path, root), os.path.getsize(path))
+                   for paths in self.every.values() for path in paths]
         self.fingerprint = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
         index, count = part_of(cfg.shard)
         self.splits = {split: paths[index::count] for split, paths in self.every.items()}
@@ -123,7 +126,8 @@ class Local:
     def records(self, path):
         """(where, text, key, opens) of each record of a file."""
         if path.endswith((".jsonl", ".jsonl.zst")):
-            return ((f"{path}:{n}", line, b"", True) for n, line in enumerate(self.lines(path), 1) if line.strip())
+            lines = enumerate(self.lines(path), 1)
+            return ((f"{path}:{n}", line, b"", True) for n, line in lines if line.strip())
         if path.endswith(".parquet"):
             return ((f"{path}, row {n}", text, b"", True) for n, text in enumerate(self.rows(path)))
         key = val_key(file_sha256(path)) # the file is one document, read in pieces: it may exceed memory
@@ -159,20 +163,20 @@ class Local:
         yield b"".join(parts)
 
     def rows(self, path):
-        parquet, damaged = need("pyarrow.parquet"), need("pyarrow").ArrowException
         try:
-            f = parquet.ParquetFile(path)
-            if self.text_field not in f.schema_arrow.names:
-                sys.exit(f"{path}: no column {self.text_field!r}, set --text_field to one of {f.schema_arrow.names}")
+            f, size = need("pyarrow.parquet").ParquetFile(path), os.path.getsize(path)
+            columns = f.schema_arrow.names
+            if self.text_field not in columns:
+                sys.exit(f"{path}: no column {self.text_field!r}, set --text_field to one of {columns}")
             for batch in f.iter_batches(batch_size=64, columns=[self.text_field]):
-                self.read[path] = self.read.get(path, 0) + os.path.getsize(path) * len(batch) / f.metadata.num_rows
+                self.read[path] = self.read.get(path, 0) + size * len(batch) / f.metadata.num_rows
                 yield from (text if isinstance(text, str) else None for text in batch.column(0).to_pylist())
-        except damaged as error:
+        except need("pyarrow").ArrowException as error:
             sys.exit(f"{path}: damaged or not a parquet file ({brief(error)})")
 
     def pieces(self, path):
-        """A file's text in pieces that encode as the whole does: each ends before white space that follows text, which
-        no piece of tiktoken's regex crosses. Where a million characters have no such place, they are cut all the same."""
+        """A file's text in pieces that encode as the whole does: each ends before white space that follows
+        text, which no match of tiktoken's regex crosses. A million characters without one are cut."""
         text = ""
         with open(path, encoding="utf-8", newline="") as f:
             try:
@@ -188,7 +192,7 @@ class Local:
         yield text
 
 def local_files(dataset):
-    """The root and the splits of a folder, SlimPajama's train/ and validation/ included, of a file or of a glob."""
+    """The root and the splits of a folder (SlimPajama's layout is known), a file or a glob."""
     dataset = os.path.expanduser(dataset)
     root = dataset if os.path.isdir(dataset) else os.path.dirname(dataset)
     val, train = (os.path.join(dataset, split) for split in ("validation", "train"))
@@ -206,7 +210,7 @@ def local_files(dataset):
     return root, splits
 
 def stdlib_files():
-    """The root and the Python sources of the standard library: no tests, UTF-8 only, exact duplicates dropped."""
+    """The root and the sources of the standard library: no tests, UTF-8 only, exact duplicates dropped."""
     root, paths = sysconfig.get_paths()["stdlib"], {}
     for path in sorted(glob.glob(os.path.join(glob.escape(root), "**", "*.py"), recursive=True)):
         folders = os.path.relpath(path, root).split(os.sep)[:-1]
@@ -221,8 +225,8 @@ def stdlib_files():
     return root, {"": list(paths.values())}
 
 class Hub:
-    """A data set of the Hugging Face hub, streamed. The hub answers 429 or 503 at times, and connections break: both are
-    waited for. A place is the stream's own state, so that going on skips whole files instead of fetching them again."""
+    """A data set of the Hugging Face hub, streamed. The hub answers 429 or 503 at times, connections break:
+    both are waited for. A place is the stream's own state: going on does not fetch whole files again."""
     def __init__(self, cfg):
         self.id, self.revision = SLIMPAJAMA if cfg.dataset == "slimpajama" else (cfg.dataset, cfg.revision)
         self.cfg, self.fingerprint, self.reached = cfg, self.id, False
@@ -248,26 +252,32 @@ class Hub:
                 self.wait(error, failures)
 
     def stream(self, split, everywhere):
-        name, streams, (index, count) = "validation" if split == "val" else self.cfg.split, self.open(), part_of(self.cfg.shard)
+        """The stream of a split, of this shard's files or of those `everywhere`; None if it gets none."""
+        name, (index, count) = "validation" if split == "val" else self.cfg.split, part_of(self.cfg.shard)
+        streams = self.open()
         if name not in streams:
             sys.exit(f"{self.id}: no split {name!r}, set --split to one of {sorted(streams)}")
+        files = streams[name].num_shards
         if count == 1 or everywhere:
             return streams[name]
-        if count > streams[name].num_shards:
-            sys.exit(f"--shard={self.cfg.shard}: {self.id} has only {streams[name].num_shards} files in {name!r}")
-        return streams[name].shard(num_shards=count, index=index, contiguous=False)
+        if count > files and split != "val":
+            sys.exit(f"--shard={self.cfg.shard}: {self.id} has only {files} files in {name!r}")
+        return streams[name].shard(min(count, files), index, contiguous=False) if index < files else None
 
     def documents(self, split, place=None, everywhere=False):
         failures = 0
         while True:
             try:
                 stream = self.stream(split, everywhere)
+                if stream is None: # fewer validation files than shards
+                    return
                 if place:
                     stream.load_state_dict(place)
                 place = place or stream.state_dict()
                 for row in stream:
                     text = row.get(self.cfg.text_field)
-                    yield Document(place, f"{self.id}, {split or self.cfg.split}", text if isinstance(text, str) else None, b"", True)
+                    text = text if isinstance(text, str) else None
+                    yield Document(place, f"{self.id}, {split or self.cfg.split}", text, b"", True)
                     place, failures = stream.state_dict(), 0
                 return
             except Exception as error:
@@ -281,10 +291,10 @@ class Hub:
             status = getattr(getattr(cause, "response", None), "status_code", 0)
             cause = cause.__cause__ or cause.__context__
         if not self.reached and status != 429 and status < 500:
-            sys.exit(f"{self.cfg.dataset}: no such local file or folder, and no such data set can be had from the hub "
-                     f"({brief(error)})")
+            sys.exit(f"{self.cfg.dataset}: no such local file or folder, and the hub has no such data set or "
+                     f"cannot be reached ({brief(error)})")
         if failures == ATTEMPTS:
-            sys.exit(f"{self.id}: {ATTEMPTS} attempts failed ({brief(error)}), give the same command again later")
+            sys.exit(f"{self.id}: {ATTEMPTS} attempts failed ({brief(error)}), give the command again later")
         seconds = min(2 ** (failures - 1), 64)
         print(f"{self.id}: {brief(error)}; attempt {failures + 1} of {ATTEMPTS} in {seconds} s", flush=True)
         time.sleep(seconds)
@@ -310,24 +320,26 @@ def text_of(document, field):
     return text
 
 def val_key(sha256):
-    """Documents whose text has the smallest keys are validation. Any of the hash's bytes would do; with these the
-    standard library of every Python from 3.10 on gives four or more files that are typical of it."""
+    """Documents whose text has the smallest keys are validation. Any bytes of the hash would do; with these
+    the standard library of each Python from 3.10 to 3.13 gives four files or more, 50 kB or more."""
     return sha256.digest()[2:]
 
 def encode(enc, document, field, bound):
-    """Whether a document is drawn for validation, its bytes of UTF-8, its tokens. Special tokens that are spelled out are
-    ordinary text, and white space is cut where a run of it is too long for tiktoken."""
+    """Whether a document is drawn for validation, its bytes of UTF-8, its tokens. A special token that is
+    spelled out is ordinary text; white space is cut where a run of it is too long for tiktoken."""
     text, cuts = text_of(document, field), []
     if len(text) > WHITE_RUN:
-        cuts = [cut for run in re.finditer(r"\s+", text) for cut in range(run.start() + WHITE_RUN, run.end(), WHITE_RUN)]
-    ids = [enc.encode_to_numpy(text[i:j], disallowed_special=()) for i, j in zip([0, *cuts], [*cuts, len(text)])]
-    tokens = np.concatenate([np.array([enc.eot_token] * document.opens, np.uint32), *ids]).astype("<u2")
+        runs = (run.span() for run in re.finditer(r"\s+", text))
+        cuts = [cut for start, end in runs for cut in range(start + WHITE_RUN, end, WHITE_RUN)]
+    ids = [np.array([enc.eot_token] * document.opens, np.uint32)]
+    for start, end in zip([0, *cuts], [*cuts, len(text)]):
+        ids.append(enc.encode_to_numpy(text[start:end], disallowed_special=())) # encode_ordinary, listless
     data = text.encode()
     drawn = bool(bound) and (document.key or val_key(hashlib.sha256(data))) <= bound
-    return drawn, len(data), tokens
+    return drawn, len(data), np.concatenate(ids).astype("<u2")
 
 def work(pipe, tokenizer, field, bound):
-    """A worker process. Receives a batch of documents, sends what they encode to or the sentence that stops the run."""
+    """A worker process: documents in, what they encode to, or the sentence that stops the run, out."""
     enc = load_tokenizer(tokenizer)
     try:
         while True:
@@ -364,12 +376,12 @@ class Workers:
             pipe.send(batch)
             return pipe.recv()
         except (EOFError, ConnectionError):
-            sys.exit("a worker process was killed (out of memory?), give the same command again with a lower --num_proc")
+            sys.exit("a worker process was killed (out of memory?), try again with a lower --num_proc")
         finally:
             self.idle.put(pipe)
 
     def map(self, documents):
-        """Each document with its result, in order. Two batches a worker are under way, so memory is bounded."""
+        """Each document with its result, in order. Two batches a worker are under way: memory is bounded."""
         pending = deque()
         def first():
             batch, future = pending.popleft()
@@ -407,12 +419,11 @@ def batches(documents):
 # shards
 
 class Writer:
-    """Appends tokens to <split>_00000.bin, _00001.bin, ..., each a .tmp until it is whole. `state` is JSON."""
+    """Appends tokens to <split>_00000.bin, _00001.bin, ..., a .tmp until it is whole. `state` is JSON."""
     def __init__(self, folder, split, shard_tokens, limit, state=None):
-        self.folder, self.split, self.shard_tokens, self.limit, self.file = folder, split, shard_tokens, limit, None
+        self.folder, self.split, self.shard_tokens, self.limit = folder, split, shard_tokens, limit
         self.state = state or {"tokens": 0, "documents": 0, "bytes": 0, "shards": {}}
-        if self.begun():
-            self.reopen()
+        self.file = self.reopen() if self.begun() else None
 
     def path(self):
         return os.path.join(self.folder, f"{self.split}_{len(self.state['shards']):05d}.bin")
@@ -431,10 +442,11 @@ class Writer:
         if not os.path.exists(path + ".tmp") or os.path.getsize(path + ".tmp") < size:
             sys.exit(f"{path}.tmp: shorter than progress.json says, remove {self.folder} and start again")
         os.truncate(path + ".tmp", size)
-        self.sha256, self.file = file_sha256(path + ".tmp"), open(path + ".tmp", "ab")
+        self.sha256 = file_sha256(path + ".tmp")
+        return open(path + ".tmp", "ab")
 
     def write(self, tokens, save):
-        """Appends tokens up to the limit, returns how many; calls save(n) when the first n of them have ended a shard."""
+        """Appends tokens up to the limit, returns how many; save(n) when n of them ended a shard."""
         done, end = 0, min(len(tokens), self.limit - self.state["tokens"])
         while done < end:
             if not self.file:
@@ -459,9 +471,10 @@ class Writer:
         if self.file:
             self.sync()
             self.file.close()
-            path, tokens, self.file = self.path(), self.begun(), None
+            self.file, path = None, self.path()
             os.replace(path + ".tmp", path)
-            self.state["shards"][os.path.basename(path)] = {"tokens": tokens, "sha256": self.sha256.hexdigest()}
+            shard = {"tokens": self.begun(), "sha256": self.sha256.hexdigest()}
+            self.state["shards"][os.path.basename(path)] = shard
 
 def write_json(folder, name, value):
     path = os.path.join(folder, name)
@@ -480,8 +493,9 @@ def read_json(folder, name):
 
 def write_meta(folder, enc, settings, writers):
     """Completes a folder."""
-    meta = {"tokenizer": enc.name, "vocab_size": enc.n_vocab, "eot": enc.eot_token, "dataset": settings["dataset"],
-            "revision": settings["revision"], "settings": settings, "shards": {}}
+    meta = {"tokenizer": enc.name, "vocab_size": enc.n_vocab, "eot": enc.eot_token,
+            "dataset": settings["dataset"], "revision": settings["revision"], "settings": settings,
+            "shards": {}}
     for writer in writers:
         writer.close()
         meta |= {f"{writer.split}_{key}": writer.state[key] for key in ("tokens", "documents", "bytes")}
@@ -492,14 +506,18 @@ def write_meta(folder, enc, settings, writers):
         for i in range(0, len(tokens), BATCH):
             counts += np.bincount(tokens[i:i + BATCH], minlength=enc.n_vocab)
     p = counts[counts > 0] / max(counts.sum(), 1)
-    meta["unigram_nats"] = round(float(-(p * np.log(p)).sum()), 6) # of val: a model that knows frequencies only
+    meta["unigram_nats"] = round(float(-(p * np.log(p)).sum()), 6) # of val, a token
     write_json(folder, "meta.json", meta)
-    if os.path.exists(os.path.join(folder, "progress.json")):
-        os.remove(os.path.join(folder, "progress.json"))
+    finish(folder)
     print(summary(folder, meta))
 
+def finish(folder):
+    if os.path.exists(os.path.join(folder, "progress.json")):
+        os.remove(os.path.join(folder, "progress.json"))
+
 def summary(folder, meta):
-    counts = (f"{meta[split + '_tokens']:,} {split} tokens of {meta[split + '_documents']:,} documents" for split in ("train", "val"))
+    counts = [f"{meta[f'{split}_tokens']:,} {split} tokens of {meta[f'{split}_documents']:,} documents"
+              for split in ("train", "val")]
     return f"{folder}: {', '.join(counts)}, unigram entropy of val {meta['unigram_nats']:.3f} nats a token"
 
 def check(folder, name, shard):
@@ -507,7 +525,7 @@ def check(folder, name, shard):
     if not os.path.exists(path):
         sys.exit(f"{path}: missing, remove {folder} and make it again")
     if os.path.getsize(path) != 2 * shard["tokens"] or file_sha256(path).hexdigest() != shard["sha256"]:
-        sys.exit(f"{path}: altered, it does not have the size and sha256 that meta.json says, remove {folder} and make it again")
+        sys.exit(f"{path}: altered, its size or sha256 is not meta.json's, remove {folder} and make it again")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the run
@@ -516,71 +534,80 @@ def prepare(cfg, folder):
     enc, (index, count) = load_tokenizer(cfg.tokenizer), part_of(cfg.shard)
     local = is_local(cfg.dataset)
     corpus = Local(cfg) if local else Hub(cfg)
-    settings = {key: getattr(cfg, key) for key in ("name", "split", "text_field", "tokenizer", "total_tokens", "val_tokens",
-                                                   "shard_tokens", "shard")}
+    keys = "name", "split", "text_field", "tokenizer", "total_tokens", "val_tokens", "shard_tokens", "shard"
+    settings = {key: getattr(cfg, key) for key in keys} # what the bytes depend on
     settings |= {"dataset": data_name(cfg.dataset) if local else cfg.dataset, "revision": corpus.revision,
                  "source": corpus.fingerprint}
     progress = begin(folder, settings)
     if not progress:
         splits = list(corpus.splits)
-        bound = val_bound(corpus, cfg.text_field) if splits == [""] else b"" # b"": the source has a validation split
-        progress = {"settings": settings, "bound": bound.hex(), "splits": splits, "place": None, "skip": 0}
-    limits = {"train": cfg.total_tokens, "val": cfg.val_tokens}
-    train, val = writers = [Writer(folder, split, cfg.shard_tokens, limit * (index + 1) // count - limit * index // count,
-                                   progress.get(split)) for split, limit in limits.items()]
+        bound = val_bound(corpus, cfg.text_field).hex() if splits == [""] else "" # "": nothing is drawn
+        progress = {"settings": settings, "bound": bound, "splits": splits, "place": None, "skip": 0}
+    def share(total):
+        return total * (index + 1) // count - total * index // count
+    train = Writer(folder, "train", cfg.shard_tokens, share(cfg.total_tokens), progress.get("train"))
+    val = Writer(folder, "val", cfg.shard_tokens, share(cfg.val_tokens), progress.get("val"))
     splits, place, skip = progress["splits"], progress["place"], progress["skip"]
 
-    def save(splits, place, skip): # splits still to read, a place in the first, tokens of its document already written
-        train.sync(), val.sync()
+    def save(splits, place, skip): # splits to read, the first from `place` on, less `skip` tokens
+        train.sync()
+        val.sync()
         write_json(folder, "progress.json", progress | {"splits": splits, "place": place, "skip": skip,
                                                         "train": train.state, "val": val.state})
     save(splits, place, skip)
-    workers = Workers(cfg.num_proc or cores(), cfg.tokenizer, cfg.text_field, bytes.fromhex(progress["bound"]))
+    bound = bytes.fromhex(progress["bound"])
+    workers = Workers(cfg.num_proc or cores(), cfg.tokenizer, cfg.text_field, bound)
     meter = Meter(corpus, train)
     try:
         while splits:
             for document, (drawn, size, tokens) in workers.map(corpus.documents(splits[0], place)):
                 writer = val if drawn or splits[0] == "val" else train
                 n = skip + writer.write(tokens[skip:], lambda n: save(splits, document.place, skip + n))
-                if n: # 0: this split is full
-                    cut = n < len(tokens)
+                if n: # else the writer is full
+                    if n < len(tokens):
+                        size = len(enc.decode_bytes(tokens[document.opens:n].tolist()))
                     writer.state["documents"] += document.opens
-                    writer.state["bytes"] += len(enc.decode_bytes(tokens[document.opens:n].tolist())) if cut else size
+                    writer.state["bytes"] += size
                 skip = 0
                 meter.add(size)
-                if (val if splits[0] == "val" else train).full() and (splits[0] or count > 1 or val.state["tokens"]):
+                if splits[0] == "val" and val.full():
                     break
+                if splits[0] != "val" and train.full() and (splits[0] or count > 1 or val.state["tokens"]):
+                    break # drawing goes on until there is one for validation
             splits, place = splits[1:], None
     finally:
         workers.close()
-    if not train.state["tokens"] or not (val.state["tokens"] or count > 1):
-        sys.exit(f"{cfg.dataset}: it takes at least two different documents, one to train on and one to validate with")
-    write_meta(folder, enc, settings, writers)
+    meter.show()
+    if not train.state["tokens"] or not val.state["tokens"] and count == 1:
+        sys.exit(f"{cfg.dataset}: it takes two different documents or more, to train on and to validate with")
+    write_meta(folder, enc, settings, [train, val])
 
 def begin(folder, settings):
-    """progress.json of the run to go on with, None for a new one; exits where the folder is complete or of another kind."""
+    """progress.json of the run to go on with, None for a new one; exits if it is complete or another's."""
     os.makedirs(folder, exist_ok=True)
     for name in ("meta.json", "progress.json"):
         if os.path.exists(os.path.join(folder, name)):
             found = read_json(folder, name)
             for key, value in settings.items():
-                if found["settings"].get(key) != value:
-                    sys.exit(f"{folder}: made with {key}={found['settings'].get(key)!r}, which is {value!r} now, choose another "
+                before = found.get("settings", {}).get(key)
+                if before != value:
+                    sys.exit(f"{folder}: made with {key}={before!r}, which is {value!r} now, choose another "
                              "--out_dir or remove the folder")
             if name == "meta.json":
+                finish(folder)
                 print(f"complete already, {summary(folder, found)}")
                 sys.exit(0)
             print(f"{folder}: going on after {found['train']['tokens']:,} train tokens")
             return found
 
 def val_bound(corpus, field):
-    """The largest val_key of a validation document: 1 in VAL_ONE_IN is below, or where none is, the smallest there is."""
-    bound = smallest = (2**240 // VAL_ONE_IN).to_bytes(30, "big")
-    keys = (document.key or val_key(hashlib.sha256(text_of(document, field).encode()))
-            for document in corpus.documents("", everywhere=True) if document.opens)
-    smallest = b"\xff" * 30
-    for key in keys: # about VAL_ONE_IN of them
-        smallest = min(smallest, key)
+    """The largest val_key of a validation document: 1 in VAL_ONE_IN has none larger. If there is no such
+    document, the smallest key of all."""
+    bound, smallest = (2**240 // VAL_ONE_IN).to_bytes(30, "big"), b"\xff" * 30
+    for document in corpus.documents("", everywhere=True): # about VAL_ONE_IN of them
+        if document.opens:
+            key = document.key or val_key(hashlib.sha256(text_of(document, field).encode()))
+            smallest = min(smallest, key)
         if smallest <= bound:
             return bound
     return smallest
@@ -588,22 +615,26 @@ def val_bound(corpus, field):
 class Meter:
     """Prints tokens, MB/s of text and ETA four times a minute."""
     def __init__(self, corpus, train):
-        self.corpus, self.train, self.start, self.size = corpus, train, None, 0
-
-    def fraction(self):
-        return max(self.corpus.fraction(), self.train.state["tokens"] / self.train.limit)
+        self.corpus, self.train, self.size = corpus, train, 0
+        self.start = self.printed = time.monotonic()
+        self.skipped = None # share of the work that an earlier run has done
 
     def add(self, size):
-        now = time.monotonic()
-        if self.start is None:
-            self.start = self.printed = now
-            self.skipped = self.fraction() # by an earlier run
         self.size += size
-        if now - self.printed >= 15:
-            seconds, fraction, self.printed = now - self.start, self.fraction(), now
-            left = seconds * (1 - fraction) / max(fraction - self.skipped, 1e-9)
-            print(f"{self.train.state['tokens']:,} train tokens, {self.size / 1e6 / seconds:.1f} MB/s, ETA "
-                  f"{timedelta(seconds=int(left))}", flush=True)
+        if self.skipped is None:
+            self.skipped = self.fraction()
+        if time.monotonic() - self.printed >= 15:
+            self.show()
+
+    def fraction(self):
+        return min(max(self.corpus.fraction(), self.train.state["tokens"] / self.train.limit), 1)
+
+    def show(self):
+        self.printed = time.monotonic()
+        seconds, done = self.printed - self.start, self.fraction() - (self.skipped or 0)
+        eta = timedelta(seconds=int(seconds * (1 - self.fraction()) / done)) if done > 0 else "unknown"
+        speed = self.size / 1e6 / seconds
+        print(f"{self.train.state['tokens']:,} train tokens, {speed:.1f} MB/s, ETA {eta}", flush=True)
 
 def merge(cfg):
     """Joins the folders of --shard=0/n to n-1/n in that order."""
@@ -612,8 +643,9 @@ def merge(cfg):
     first, n = sources[0][0], len(sources)
     for i, (meta, folder) in enumerate(sources):
         if meta["settings"] != first["settings"] | {"shard": f"{i}/{n}"}:
-            sys.exit(f"--merge: {folder} is not what --shard={i}/{n} makes of the data set and settings of {sources[0][1]}")
-    settings = first["settings"] | {"shard": "0/1"}
+            sys.exit(f"--merge: {folder} is not what --shard={i}/{n} makes with the data set and the "
+                     f"settings of {sources[0][1]}")
+    settings = first["settings"] | {"shard": "0/1"} # as one run on one machine
     folder = cfg.out_dir or os.path.join("data", f"{data_name(first['dataset'])}-{first['tokenizer']}")
     begin(folder, settings)
     writers = [Writer(folder, split, settings["shard_tokens"], sys.maxsize) for split in ("train", "val")]
@@ -640,7 +672,8 @@ def part_of(shard):
     return index, count
 
 def is_local(dataset):
-    return dataset == "stdlib" or os.path.exists(dataset) or dataset.endswith(SUFFIXES) or bool(re.search(r"^[./~]|[*?[]", dataset))
+    return dataset == "stdlib" or os.path.exists(dataset) or dataset.endswith(SUFFIXES) or bool(
+        re.search(r"^[./~]|[*?[]", dataset))
 
 def data_name(dataset):
     """The last part of a name, a path or a glob (there: before the wild cards), without a file's suffix."""
@@ -648,13 +681,14 @@ def data_name(dataset):
     return re.sub(r"\.(jsonl|jsonl\.zst|parquet|txt)$", "", os.path.basename(path))
 
 def cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() # macOS has no affinity
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() # macOS: all
 
 def need(module):
     try:
         return importlib.import_module(module)
     except ImportError:
-        sys.exit(f"--dataset: this kind needs the package {module.split('.')[0]}: pip install {module.split('.')[0]}")
+        package = module.partition(".")[0]
+        sys.exit(f"--dataset: this kind needs the package {package}: pip install {package}")
 
 def brief(error):
     """An error's kind and first line."""

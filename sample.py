@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 import codecs
 import glob
+import re
 import time
 from dataclasses import dataclass, fields
 
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 
 import config
 from model import LM, ModelConfig
-from prepare import encode, load_tokenizer
+from prepare import load_tokenizer
 from train import checkpoints, load_checkpoint
 
 @dataclass(frozen=True)
@@ -69,15 +70,18 @@ def for_inference(model, device):
     return model
 
 def read_prompt(prompt):
-    if not prompt.startswith("@"):
-        return prompt
+    text = prompt
     try:
-        with open(prompt[1:], encoding="utf-8", newline="") as f:
-            return f.read()
+        if prompt.startswith("@"):
+            with open(prompt[1:], encoding="utf-8", newline="") as f:
+                text = f.read()
     except OSError as error:
         sys.exit(f"--prompt={prompt}: cannot read the file: {error.strerror}")
     except UnicodeDecodeError as error:
         sys.exit(f"--prompt={prompt}: the file is not UTF-8 text at byte {error.start}")
+    if re.search(r"\s{900000}", text): # near 10^6, tiktoken's regular expression gives up
+        sys.exit("the prompt has 900,000 white-space characters in a row: shorten the run")
+    return text
 
 # ----------------------------------------------------------------------------------------------------------------------
 # from tokens to tokens
@@ -114,6 +118,7 @@ class Decoder:
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=model.embed.weight.device)
         self.state, self.graph = model.init_state(batch), None
         if self.token.is_cuda and model.cfg.mixer != "attention": # its cache grows, and a graph has fixed addresses
+            torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()): # a graph must not be the first to run a kernel
                 for _ in range(3):
                     self.forward()
@@ -183,7 +188,7 @@ def main():
         sys.exit(f"{out_dir}/ holds no checkpoint (ckpt_*.pt): train one first, python train.py config/tiny.py")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(checkpoint, path, device), load_tokenizer(checkpoint["tokenizer"])
-    tokens = [tokenizer.eot_token, *encode(tokenizer, text)] # every document of the training data starts with eot
+    tokens = [tokenizer.eot_token, *tokenizer.encode_ordinary(text)] # every document of the training data starts with eot
     say(f"{path}: {model.cfg.mixer}, {model.num_params():,} parameters, on {device}")
 
     start = time.perf_counter()

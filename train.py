@@ -522,7 +522,7 @@ if __name__ == "__main__":
         else:
             *_, row_of_drops, stop = numbers.tolist()
         if row_of_drops >= 10:
-            sys.exit(f"10 steps in a row before step {step + 1} had a loss or gradient that is not finite: lower learning_rate "
+            sys.exit(f"10 steps in a row by step {step + 1} had a loss or gradient that is not finite: lower learning_rate "
                      "or look at their data, and continue with --resume=True" if rank == 0 else 1)
 
         done = step + 1
