@@ -80,25 +80,30 @@ def tiles(x, rows, cols):
 #
 # Ranges. qe and ke have no positive exponent. P is one product around the middle row m of the chunk,
 #   P = scale (q e^E) (k e^{-E})^T,   E = G - G_m,                                                                  (10)
-# and stays in range while |E| <= REACH. In a chunk that exceeds it ("strong") each pair j < i belongs to the level
-# of its first differing bit: at the level of blocks of 2w rows, i lies in the late half, j in the early half, and r is
-# the last early row. Then G_i - G_r and G_r - G_j are both sums of g, never positive, for gates of any strength:
+# and stays in range while |E| <= REACH. In a chunk that exceeds it ("strong", decided on the device) each pair j < i
+# belongs to the level of its first differing bit: at the level of blocks of 2w rows, i lies in the late half, j in the
+# early half, and r is the last early row. Then G_i - G_r and G_r - G_j are sums of g, <= 0 for gates of any strength:
 #   X = e^{G - G_r} in late rows, e^{G_r - G} in early ones;   Z = X q in late rows, X k in early ones              (11)
 #   P_ij = scale (Z Z^T)_ij,   X dP Z the intra part of dq in late rows,   X dP^T Z that of dk in early ones        (12)
 # Documents. Where segment ids differ, P_ij = 0; rows outside the entering state's segment have qe = 0, those outside
-# the leaving state's ke = 0; and e^{G_last} = 0 unless the two are one. Sums of g never cross a boundary, so a document's
-# outputs do not depend on another's inputs to the last bit.
+# the leaving state's ke = 0; and e^{G_last} = 0 unless the two are one. Sums of g never cross a boundary: they go
+# through L, L_ij = 1 for j < i of one segment, and E is taken from row m only in the segment of m, from the segment's
+# start in the others, which are 32 rows at most. So one document's inputs do not touch another's outputs by a bit.
 #
-#   name      symbol        shape               dtype        written by   read by
-#   qe, ke    qe, ke        (B, T, H, K)        as q         prep         sweep; qe is saved for backward
-#   P         P             (B, T, H, BT)       as q         prep         sweep, grad
-#   decay     e^{G_last}    (B H, NT, K)        fp32         prep         sweep, grad
-#   h         S^T           (B H, NT V, K)      as q         sweep        grad (training only)
-#   dh        dS'^T         (B H, NT V, K)      as q         sweep        grad
-# The state is held transposed, (V, K): it is then the first operand of each of its products and never leaves registers.
-# Per token and head, forward and backward: 18 K V + 6 BT (K + V) FLOPs, 14 K + 8 V + 4 BT + 8 K V / BT values moved.
+#   name       symbol                    shape            dtype    written by     read by
+#   L          L                         (B, T, BT)       as q     lower          prep, strong, dP, grad
+#   qe, ke     qe, ke                    (B, T, H, K)     as q     prep, strong   sweep
+#   P          P                         (B, T, H, BT)    as q     prep, strong   sweep
+#   middle     G_m in the segment of m   (B H, NT, K)     fp32     prep           strong, grad
+#   leave      G_last - G = leave - E    (B H, NT, K)     fp32     prep           strong, grad
+#   decay      e^{G_last}                (B H, NT, K)     fp32     prep           sweep, grad
+#   h, dh      S^T, dS'^T                (B H, NT V, K)   as q     sweep          grad
+#   dP         scale dP for j < i        (B, T, H, BT)    as q     dP             grad
+# All but the last two rows are kept for backward, which computes h again. The state is held transposed, (V, K): it is
+# then the first operand of each of its products and never leaves registers.
+# Per token and head, forward and backward: 14 K V + BT (16 K + 6 V) FLOPs, 16 K + 9 V + 5 BT + 4 K V / BT values moved.
 
-REACH = tl.constexpr(64.0) # |E| up to here is one product: e^64 is 6e27, times any q or k it fits bf16
+REACH = tl.constexpr(64.0) # e^64 is 6e27: times any q or k it fits bf16
 PREC = tl.constexpr("tf32x3") # of fp32 products; bf16 products are exact
 
 @triton.jit
@@ -111,8 +116,9 @@ def gla_segments(segment_ids, i_b, i_t, T, BT: tl.constexpr):
 
 @triton.jit
 def gla_matsum(M, x, DT: tl.constexpr):
-    """Sums of rows of x where M (BT, BT), times fp32 signs; to 2^-17 of x where fp32 x meets bf16: as high + low."""
+    """M x for M (BT, BT) of 0 and 1; where fp32 x meets bf16 M, as high + low parts: to 2^-17 of x."""
     M = M.to(DT)
+    # (BT, BT) x (BT, *)
     if x.dtype == DT:
         s = tl.dot(M, x, input_precision=PREC)
     else:
@@ -147,7 +153,7 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
     after, before = o[None, :] > r[:, None], o[None, :] <= r[:, None]
     M = tl.where(late[:, None], after & (o[None, :] <= o[:, None]), before & (o[None, :] > o[:, None]))
     M = M & (seg[:, None] == seg[None, :])
-    X = tl.exp(gla_matsum(tl.where(M, 1.0, 0.0), b_g, DT))
+    X = tl.exp(gla_matsum(tl.where(M, 1.0, 0.0), b_g, DT)) # <= 1
     Z = (tl.where(late[:, None], b_q, b_k).to(tl.float32) * X).to(DT)
     pair = late[:, None] & ~late[None, :] & (r[:, None] == r[None, :]) & (seg[:, None] == seg[None, :])
     return X, Z, late, pair
@@ -195,8 +201,8 @@ def gla_prep_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, decay, st
     tl.store(strong + i_c, (tl.max(reach, 0) > REACH).to(tl.int32))
 
 @triton.jit(do_not_specialize=["T"])
-def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong, scale, T, H: tl.constexpr, K: tl.constexpr,
-                      BT: tl.constexpr, BK: tl.constexpr):
+def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong, scale, T, H: tl.constexpr,
+                      K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
     """Eq. (2) of a strong chunk, P by (12). Grid (B H, NT); returns at once where the chunk is not strong."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
@@ -236,9 +242,10 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H:
                      V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, OUT: tl.constexpr,
                      STATES: tl.constexpr, LOCAL: tl.constexpr, STAGES: tl.constexpr):
     """
-    The state through the chunks, S <- decay S + a^T x: (4) with a = ke, x = v, or (5) from the right with a = qe, x = do.
-    OUT writes y = c S + P x, c = qe, (3), or y = c S + P^T x, c = ke, (6); STATES writes S as each chunk meets it. Grid (B H V/BV, segments of n chunks): LOCAL
-    leaves each segment's S from zero and its decay in part, part_decay; the full pass starts from those before it.
+    The state through the chunks, S <- decay S + a^T x: (4) with a = ke, x = v, or REVERSE (5) with a = qe, x = do.
+    OUT writes y = c S + P x with c = qe, (3), or y = c S + P^T x with c = ke, (6); STATES writes S as each chunk meets
+    it. Grid (B H V/BV, segments of n chunks): LOCAL leaves each segment's S from zero, and its decay, in part and
+    part_decay; the full pass then starts each segment from what those before it leave.
     """
     i_bh, i_v, i_s = tl.program_id(0) // (V // BV), tl.program_id(0) % (V // BV) * BV, tl.program_id(1)
     i_b, i_h, NT = i_bh // H, i_bh % H, tl.cdiv(T, BT)
@@ -415,7 +422,7 @@ def gla_split(programs, NT, device):
     return triton.cdiv(NT, n), n
 
 def gla_sweep(x, a, c, P, y, h, S0, decay, launch, reverse):
-    """Both passes of gla_sweep_kernel: returns the last state (B, H, V, K), fp32; fills y and h where they are given."""
+    """The passes of gla_sweep_kernel: fills y and h where given, returns the last state (B, H, V, K), fp32."""
     B, T, H, V, K = *x.shape, a.shape[-1]
     NT, BV, BH = triton.cdiv(T, BT), launch["BV"], B * H
     NS, n = gla_split(BH * (V // BV), NT, x.device)
@@ -456,12 +463,13 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
 def _(q, k, v, g, scale, S0, segment_ids):
     (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT), torch.float32
     return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(B, T, BT), torch.empty_like(q),
-            torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(3, B * H, NT, K, dtype=f32), q.new_empty(B * H, NT, dtype=torch.int32))
+            torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(3, B * H, NT, K, dtype=f32),
+            q.new_empty(B * H, NT, dtype=torch.int32))
 
 @torch.library.custom_op("kernels::gla_bwd", mutates_args=())
 def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor,
-            L: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor, dSN: Optional[Tensor]
-            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+            L: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor,
+            dSN: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg and the gradient (B, H, V, K) of the initial state. The states are computed again, not stored."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
