@@ -519,9 +519,9 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
     Gated Linear Attention (Yang et al. 2024, arXiv:2312.06635), eq. (1) over T tokens: returns o, final_state.
 
     q, k (B, T, H, K) and v (B, T, H, V), all bf16 or all fp32; g (B, T, H, K), log decay <= 0, bf16 or fp32; scale
-    defaults to K**-0.5. initial_state and final_state (B, H, K, V), fp32, both differentiable. segment_ids (B, T) int32,
-    non-decreasing: the state restarts at zero where the id changes; initial_state belongs to the first token's segment.
-    K and V from 1 to 256. What cannot run raises an AssertionError that says why.
+    defaults to K**-0.5. initial_state and final_state (B, H, K, V), fp32, both differentiable. segment_ids (B, T)
+    int32, non-decreasing: the state restarts at zero where the id changes; initial_state belongs to the first token's
+    segment. K and V from 1 to 256. What cannot run raises an AssertionError that says why.
     """
     check(q, k, v, [("g", g, q.shape, (torch.bfloat16, torch.float32))], initial_state, segment_ids)
     B, T, H, K, V = *q.shape, v.shape[-1]
