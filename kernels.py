@@ -82,25 +82,30 @@ def tiles(x, rows, cols):
 #
 # Ranges. qe and ke have no positive exponent. P is one product around the middle row m of the chunk,
 #   P = scale (q e^E) (k e^{-E})^T,   E = G - G_m,                                                                  (10)
-# and stays in range while |E| <= REACH. In a chunk that exceeds it ("strong") each pair j < i belongs to the level
-# of its first differing bit: at the level of blocks of 2w rows, i lies in the late half, j in the early half, and r is
-# the last early row. Then G_i - G_r and G_r - G_j are both sums of g, never positive, for gates of any strength:
+# and stays in range while |E| <= REACH. In a chunk that exceeds it ("strong", decided on the device) each pair j < i
+# belongs to the level of its first differing bit: at the level of blocks of 2w rows, i lies in the late half, j in the
+# early half, and r is the last early row. Then G_i - G_r and G_r - G_j are sums of g, <= 0 for gates of any strength:
 #   X = e^{G - G_r} in late rows, e^{G_r - G} in early ones;   Z = X q in late rows, X k in early ones              (11)
 #   P_ij = scale (Z Z^T)_ij,   X dP Z the intra part of dq in late rows,   X dP^T Z that of dk in early ones        (12)
 # Documents. Where segment ids differ, P_ij = 0; rows outside the entering state's segment have qe = 0, those outside
-# the leaving state's ke = 0; and e^{G_last} = 0 unless the two are one. Sums of g never cross a boundary, so a document's
-# outputs do not depend on another's inputs to the last bit.
+# the leaving state's ke = 0; and e^{G_last} = 0 unless the two are one. Sums of g never cross a boundary: they go
+# through L, L_ij = 1 for j < i of one segment, and E is taken from row m only in the segment of m, from the segment's
+# start in the others, which are 32 rows at most. So one document's inputs do not touch another's outputs by a bit.
 #
-#   name      symbol        shape               dtype        written by   read by
-#   qe, ke    qe, ke        (B, T, H, K)        as q         prep         sweep; qe is saved for backward
-#   P         P             (B, T, H, BT)       as q         prep         sweep, grad
-#   decay     e^{G_last}    (B H, NT, K)        fp32         prep         sweep, grad
-#   h         S^T           (B H, NT V, K)      as q         sweep        grad (training only)
-#   dh        dS'^T         (B H, NT V, K)      as q         sweep        grad
-# The state is held transposed, (V, K): it is then the first operand of each of its products and never leaves registers.
-# Per token and head, forward and backward: 18 K V + 6 BT (K + V) FLOPs, 14 K + 8 V + 4 BT + 8 K V / BT values moved.
+#   name       symbol                    shape            dtype    written by     read by
+#   L          L                         (B, T, BT)       as q     lower          prep, strong, dP, grad
+#   qe, ke     qe, ke                    (B, T, H, K)     as q     prep, strong   sweep
+#   P          P                         (B, T, H, BT)    as q     prep, strong   sweep
+#   middle     G_m in the segment of m   (B H, NT, K)     fp32     prep           strong, grad
+#   leave      G_last - G = leave - E    (B H, NT, K)     fp32     prep           strong, grad
+#   decay      e^{G_last}                (B H, NT, K)     fp32     prep           sweep, grad
+#   h, dh      S^T, dS'^T                (B H, NT V, K)   as q     sweep          grad
+#   dP         scale dP for j < i        (B, T, H, BT)    as q     dP             grad
+# All but the last two rows are kept for backward, which computes h again. The state is held transposed, (V, K): it is
+# then the first operand of each of its products and never leaves registers.
+# Per token and head, forward and backward: 14 K V + BT (16 K + 6 V) FLOPs, 16 K + 9 V + 5 BT + 4 K V / BT values moved.
 
-REACH = tl.constexpr(64.0) # |E| up to here is one product: e^64 is 6e27, times any q or k it fits bf16
+REACH = tl.constexpr(64.0) # e^64 is 6e27: times any q or k it fits bf16
 PREC = tl.constexpr("tf32x3") # of fp32 products; bf16 products are exact
 
 @triton.jit
@@ -113,8 +118,9 @@ def gla_segments(segment_ids, i_b, i_t, T, BT: tl.constexpr):
 
 @triton.jit
 def gla_matsum(M, x, DT: tl.constexpr):
-    """Sums of rows of x where M (BT, BT), times fp32 signs; to 2^-17 of x where fp32 x meets bf16: as high + low."""
+    """M x for M (BT, BT) of 0 and 1; where fp32 x meets bf16 M, as high + low parts: to 2^-17 of x."""
     M = M.to(DT)
+    # (BT, BT) x (BT, *)
     if x.dtype == DT:
         s = tl.dot(M, x, input_precision=PREC)
     else:
@@ -124,13 +130,20 @@ def gla_matsum(M, x, DT: tl.constexpr):
     return s
 
 @triton.jit
+def gla_rows(i_b, i_h, i_t, i_k, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    """Offsets of a chunk's rows in a (B, T, H, K) tensor, keys from i_k on: (BT, BK); and which rows are below T."""
+    t = i_t * BT + tl.arange(0, BT)
+    return (((i_b.to(tl.int64) * T + t) * H + i_h) * K + i_k)[:, None] + tl.arange(0, BK)[None, :], (t < T)[:, None]
+
+@triton.jit(do_not_specialize=["T"])
 def gla_lower_kernel(segment_ids, L, T, BT: tl.constexpr):
-    """L (B, T, 1, BT): L_ij = 1 where j < i and both rows of the chunk are of one segment, else 0. Grid (B, NT)."""
+    """L (B, T, BT): L_ij = 1 where j < i and both rows of the chunk are of one segment, else 0. Grid (B, NT)."""
     i_b, i_t = tl.program_id(0), tl.program_id(1)
     o = tl.arange(0, BT)
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
+    row, live = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
     b_L = tl.where((o[None, :] < o[:, None]) & (seg[:, None] == seg[None, :]), 1.0, 0.0)
-    L.store([i_b, i_t * BT, 0], b_L.to(L.dtype).reshape(1, BT, BT))
+    tl.store(L + row, b_L.to(L.dtype.element_ty), mask=live)
 
 @triton.jit
 def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
@@ -142,30 +155,32 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
     after, before = o[None, :] > r[:, None], o[None, :] <= r[:, None]
     M = tl.where(late[:, None], after & (o[None, :] <= o[:, None]), before & (o[None, :] > o[:, None]))
     M = M & (seg[:, None] == seg[None, :])
-    X = tl.exp(gla_matsum(tl.where(M, 1.0, 0.0), b_g, DT))
+    X = tl.exp(gla_matsum(tl.where(M, 1.0, 0.0), b_g, DT)) # <= 1
     Z = (tl.where(late[:, None], b_q, b_k).to(tl.float32) * X).to(DT)
     pair = late[:, None] & ~late[None, :] & (r[:, None] == r[None, :]) & (seg[:, None] == seg[None, :])
     return X, Z, late, pair
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gla_prep_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, decay, strong, scale, T, H: tl.constexpr,
                     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
     """Eq. (2) of a chunk by (10), and whether it is strong, thus to be done again. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
-    i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
+    i_b, i_h = i_bh // H, i_bh % H
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t # of a (B H, NT, *) tensor
-    DT: tl.constexpr = q.dtype
+    DT: tl.constexpr = q.dtype.element_ty
     o = tl.arange(0, BT)
     early = (o < BT // 2)[:, None] # rows up to m
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
     m_first, m_mid, m_last = (seg == first)[:, None], (seg == mid)[:, None], (seg == last)[:, None]
-    b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
+    o_t, m_t = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
+    b_L = tl.load(L + o_t, mask=m_t, other=0.0)
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
     reach = tl.zeros([BT], dtype=tl.float32)
     for i_k in tl.range(0, K, BK, num_stages=STAGES):
-        b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK) # rows past T are zero
-        b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
-        b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
+        row, live = gla_rows(i_b, i_h, i_t, i_k, T, H, K, BT, BK)
+        b_q = tl.load(q + row, mask=live, other=0.0)
+        b_k = tl.load(k + row, mask=live, other=0.0)
+        b_g = tl.load(g + row, mask=live, other=0.0)
         b_middle = tl.sum(tl.where(early & m_mid, b_g.to(tl.float32), 0.0), 0)
         b_leave = tl.sum(tl.where(m_last & ~(early & (last == mid)), b_g.to(tl.float32), 0.0), 0)
         b_enter = b_middle * (first == mid).to(tl.float32)
@@ -173,61 +188,66 @@ def gla_prep_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, decay, st
         reach = tl.maximum(reach, tl.max(tl.abs(E), 1))
         qx, kx = b_q * tl.exp(E), b_k * tl.exp(-E) # q e^E, k e^{-E}: infinite in some strong chunks
         b_qe = tl.where(m_first, qx * (scale * tl.exp(b_enter))[None, :], 0.0)
-        qe.store([i_b, t0, i_h * K + i_k], b_qe.to(DT).reshape(1, BT, BK))
+        tl.store(qe + row, b_qe.to(DT), mask=live)
         b_ke = tl.where(m_last, kx * tl.exp(b_leave)[None, :], 0.0)
-        ke.store([i_b, t0, i_h * K + i_k], b_ke.to(DT).reshape(1, BT, BK))
-        row = i_c * K + i_k + tl.arange(0, BK)
-        tl.store(middle + row, b_middle)
-        tl.store(leave + row, b_leave)
-        tl.store(decay + row, tl.exp(b_enter + b_leave) * (first == last).to(tl.float32))
+        tl.store(ke + row, b_ke.to(DT), mask=live)
+        o_c = i_c * K + i_k + tl.arange(0, BK)
+        tl.store(middle + o_c, b_middle)
+        tl.store(leave + o_c, b_leave)
+        tl.store(decay + o_c, tl.exp(b_enter + b_leave) * (first == last).to(tl.float32))
         # (10): (BT, BK) x (BK, BT); above the diagonal it may overflow
         b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision=PREC)
     b_P = tl.where((b_L > 0) | (o[:, None] == o[None, :]), b_P * scale, 0.0)
-    P.store([i_b, t0, i_h * BT], b_P.to(DT).reshape(1, BT, BT))
+    o_t, m_t = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
+    tl.store(P + o_t, b_P.to(DT), mask=m_t)
     tl.store(strong + i_c, (tl.max(reach, 0) > REACH).to(tl.int32))
 
-@triton.jit
-def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong, scale, T, H: tl.constexpr, K: tl.constexpr,
-                      BT: tl.constexpr, BK: tl.constexpr):
+@triton.jit(do_not_specialize=["T"])
+def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong, scale, T, H: tl.constexpr,
+                      K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
     """Eq. (2) of a strong chunk, P by (12). Grid (B H, NT); returns at once where the chunk is not strong."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
-    i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
+    i_b, i_h = i_bh // H, i_bh % H
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t
     if tl.load(strong + i_c) == 0:
         return
-    DT: tl.constexpr = q.dtype
+    DT: tl.constexpr = q.dtype.element_ty
     o = tl.arange(0, BT)
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
+    o_t, m_t = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
+    b_L = tl.load(L + o_t, mask=m_t, other=0.0)
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(0, K, BK):
-        b_q = q.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
-        b_k = k.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
-        b_g = g.load([i_b, t0, i_h * K + i_k]).reshape(BT, BK)
-        row = i_c * K + i_k + tl.arange(0, BK)
-        b_middle = tl.load(middle + row)
+        row, live = gla_rows(i_b, i_h, i_t, i_k, T, H, K, BT, BK)
+        b_q = tl.load(q + row, mask=live, other=0.0)
+        b_k = tl.load(k + row, mask=live, other=0.0)
+        b_g = tl.load(g + row, mask=live, other=0.0)
+        o_c = i_c * K + i_k + tl.arange(0, BK)
+        b_middle = tl.load(middle + o_c)
         E = gla_matsum(b_L, b_g, DT) + b_g - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
         G = E + (b_middle * (first == mid).to(tl.float32))[None, :]
         b_qe = tl.where((seg == first)[:, None], b_q * tl.exp(G) * scale, 0.0)
-        b_ke = tl.where((seg == last)[:, None], b_k * tl.exp(tl.load(leave + row)[None, :] - E), 0.0)
-        qe.store([i_b, t0, i_h * K + i_k], b_qe.to(DT).reshape(1, BT, BK))
-        ke.store([i_b, t0, i_h * K + i_k], b_ke.to(DT).reshape(1, BT, BK))
+        b_ke = tl.where((seg == last)[:, None], b_k * tl.exp(tl.load(leave + o_c)[None, :] - E), 0.0)
+        tl.store(qe + row, b_qe.to(DT), mask=live)
+        tl.store(ke + row, b_ke.to(DT), mask=live)
         diagonal = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
         b_P += tl.where(o[:, None] == o[None, :], diagonal[:, None], 0.0)
         for level in range(6): # BT = 2^6
             X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
             # Z Z^T: (BT, BK) x (BK, BT)
             b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision=PREC), 0.0)
-    P.store([i_b, t0, i_h * BT], (b_P * scale).to(DT).reshape(1, BT, BT))
+    o_t, m_t = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
+    tl.store(P + o_t, (b_P * scale).to(DT), mask=m_t)
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "n"])
 def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H: tl.constexpr, K: tl.constexpr,
                      V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, OUT: tl.constexpr,
                      STATES: tl.constexpr, LOCAL: tl.constexpr, STAGES: tl.constexpr):
     """
-    The state through the chunks, S <- decay S + a^T x: (4) with a = ke, x = v, or (5) from the right with a = qe, x = do.
-    OUT writes y = c S + P x, c = qe, (3), or y = c S + P^T x, c = ke, (6); STATES writes S as each chunk meets it. Grid (B H V/BV, segments of n chunks): LOCAL
-    leaves each segment's S from zero and its decay in part, part_decay; the full pass starts from those before it.
+    The state through the chunks, S <- decay S + a^T x: (4) with a = ke, x = v, or REVERSE (5) with a = qe, x = do.
+    OUT writes y = c S + P x with c = qe, (3), or y = c S + P^T x with c = ke, (6); STATES writes S as each chunk meets
+    it. Grid (B H V/BV, segments of n chunks): LOCAL leaves each segment's S from zero, and its decay, in part and
+    part_decay; the full pass then starts each segment from what those before it leave.
     """
     i_bh, i_v, i_s = tl.program_id(0) // (V // BV), tl.program_id(0) % (V // BV) * BV, tl.program_id(1)
     i_b, i_h, NT = i_bh // H, i_bh % H, tl.cdiv(T, BT)
@@ -238,9 +258,10 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H:
     if not LOCAL:
         if S0 is not None:
             S = tl.load(S0 + i_bh.to(tl.int64) * V * K + tile)
-        for i in range(i_s):
-            S *= tl.load(part_decay + (i * BH + i_bh) * K + o_k)[None, :]
-            S += tl.load(part + (i * BH + i_bh) * V * K + tile)
+        if part is not None:
+            for i in range(i_s):
+                S *= tl.load(part_decay + (i * BH + i_bh) * K + o_k)[None, :]
+                S += tl.load(part + (i * BH + i_bh) * V * K + tile)
     total = tl.zeros([K], dtype=tl.float32) + 1.0 # the segment's decay
 
     for j in tl.range(i_s * n, tl.minimum(i_s * n + n, NT), num_stages=STAGES):
@@ -267,7 +288,7 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H:
     elif i_s == tl.num_programs(1) - 1:
         tl.store(SN + i_bh.to(tl.int64) * V * K + tile, S)
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gla_dP_kernel(v, do, L, dP, diagonal, scale, T, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                   BV: tl.constexpr, STAGES: tl.constexpr):
     """scale dP of (6) in a chunk, its diagonal (B, T, H) apart, in fp32. Grid (B H, NT)."""
@@ -283,10 +304,12 @@ def gla_dP_kernel(v, do, L, dP, diagonal, scale, T, H: tl.constexpr, V: tl.const
     o = tl.arange(0, BT)
     b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)
     tl.store(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, b_diagonal, mask=t0 + o < T)
-    b_dP = tl.where(L.load([i_b, t0, 0]).reshape(BT, BT) > 0, b_dP, 0.0)
-    dP.store([i_b, t0, i_h * BT], b_dP.to(dP.dtype).reshape(1, BT, BT))
+    row, live = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
+    b_dP = tl.where(tl.load(L + row, mask=live, other=0.0) > 0, b_dP, 0.0)
+    row, live = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
+    tl.store(dP + row, b_dP.to(dP.dtype.element_ty), mask=live)
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave, decay, strong, h, dh, dq, dk, dg,
                     scale, T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                     BV: tl.constexpr, STRONG: tl.constexpr, STAGES: tl.constexpr):
@@ -297,11 +320,8 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave,
     if tl.load(strong + i_c) != STRONG:
         return
     DT: tl.constexpr = v.dtype
-    o = tl.arange(0, BT)
     # by pointer: these loads stay in flight through the loop
-    t = (i_b.to(tl.int64) * T + t0 + o) * H + i_h
-    row = t[:, None] * K + i_k + tl.arange(0, BK)[None, :]
-    live = (t0 + o < T)[:, None]
+    row, live = gla_rows(i_b, i_h, i_t, i_k, T, H, K, BT, BK)
     b_q = tl.load(q + row, mask=live, other=0.0)
     b_k = tl.load(k + row, mask=live, other=0.0)
     b_g = tl.load(g + row, mask=live, other=0.0)
@@ -320,12 +340,15 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave,
 
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
     m_first, m_last = (seg == first)[:, None], (seg == last)[:, None]
-    row = i_c * K + i_k + tl.arange(0, BK)
-    b_middle, b_leave, b_y = tl.load(middle + row), tl.load(leave + row), tl.load(decay + row) * tl.sum(SdS, 0)
+    o_c = i_c * K + i_k + tl.arange(0, BK)
+    b_middle, b_leave, b_y = tl.load(middle + o_c), tl.load(leave + o_c), tl.load(decay + o_c) * tl.sum(SdS, 0)
     b_enter = b_middle * (first == mid).to(tl.float32)
-    b_diagonal = tl.load(diagonal + t, mask=t0 + o < T, other=0.0)[:, None]
-    b_dP = dP.load([i_b, t0, i_h * BT]).reshape(BT, BT) # zero on the diagonal and above
-    b_L = L.load([i_b, t0, 0]).reshape(BT, BT)
+    t = t0 + tl.arange(0, BT)
+    b_diagonal = tl.load(diagonal + (i_b.to(tl.int64) * T + t) * H + i_h, mask=t < T, other=0.0)[:, None]
+    o_t, m_t = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
+    b_dP = tl.load(dP + o_t, mask=m_t, other=0.0) # zero on the diagonal and above
+    o_t, m_t = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
+    b_L = tl.load(L + o_t, mask=m_t, other=0.0)
     E = gla_matsum(b_L, b_g, DT) + b_g - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
     if STRONG:
         b_dq = tl.where(m_first, b_dq * tl.exp(E + b_enter[None, :]) * scale, 0.0)
@@ -347,13 +370,13 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave,
         b_dk = tl.where(m_last, b_dk * tl.exp(b_leave)[None, :], 0.0)
         b_a = kx * b_dk
         b_dk = tl.dot(tl.trans(b_dP), (b_q * X).to(DT), b_dk, input_precision=PREC) * Y
-    dq.store([i_b, t0, i_h * K + i_k], (b_dq + b_diagonal * b_k).to(DT).reshape(1, BT, BK))
-    dk.store([i_b, t0, i_h * K + i_k], (b_dk + b_diagonal * b_q).to(DT).reshape(1, BT, BK))
+    tl.store(dq + row, (b_dq + b_diagonal * b_k).to(DT), mask=live)
+    tl.store(dk + row, (b_dk + b_diagonal * b_q).to(DT), mask=live)
     # (9), L of j < i: (BT, BT) x (BT, BK)
     b_x = b_q * b_dq - (b_k * b_dk - b_a)
     b_dg = gla_matsum(tl.trans(b_L), b_x, DT) + b_x + b_y[None, :]
     b_dg = tl.dot(b_L, b_a.to(DT), b_dg, input_precision=PREC)
-    dg.store([i_b, t0, i_h * K + i_k], b_dg.to(dg.dtype).reshape(1, BT, BK))
+    tl.store(dg + row, b_dg.to(dg.dtype.element_ty), mask=live)
 
 @triton.jit
 def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.constexpr, BK: tl.constexpr,
@@ -374,15 +397,24 @@ def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.con
     tl.store(tile, S, mask=mask)
     tl.store(o + i_bh * V + o_v, tl.sum(S * b_q[None, :], 1).to(o.dtype.element_ty), mask=m_v)
 
-# launch settings by the bytes of a row of K keys, for H200 with 227 KB of shared memory a program
-def gla_launch(K, V, dtype, device):
-    """(prep, sweep with outputs, sweep of states alone, grad) launch settings: fixed, so that each can be checked."""
-    wide = K * dtype.itemsize > 256
+def gla_launch(K, V, dtype):
+    """
+    Launch settings of prep, sweep with outputs, sweep of states alone, grad. Fixed, and each checked against fp64 on an
+    H200; K and V are 64, 128 or 256. bf16 with K up to 128 is the fast case and takes up to 217 KB of shared memory on
+    Hopper; Ampere, which has no TMA, stays under 99 KB with the same tiles (compiled for sm_80, not timed).
+    """
     run = dict(enable_fp_fusion=True)
-    prep = dict(BK=min(K, 64), STAGES=3, num_warps=4, **run)
-    out = dict(BV=min(V, 32 if wide else 128), STAGES=2 if wide else 3, num_warps=8, **run)
-    states = dict(BV=min(V, 32 if wide else 64), STAGES=2 if wide else 3, num_warps=4, **run)
-    grad = dict(BK=min(K, 64), BV=min(V, 64), STAGES=2, num_warps=4, **run)
+    prep = dict(BK=64, STAGES=3, num_warps=4, **run)
+    grad = dict(BK=64, BV=64, STAGES=2, num_warps=4, **run)
+    if dtype == torch.bfloat16 and K <= 128:
+        out = dict(BV=min(V, 128), STAGES=3, num_warps=8, **run)
+        states = dict(BV=64, STAGES=3, num_warps=4, **run)
+    elif dtype == torch.bfloat16 or K <= 128:
+        out = dict(BV=32, STAGES=2, num_warps=8, **run)
+        states = dict(BV=32, STAGES=2, num_warps=4, **run)
+    else:
+        out = dict(BV=16, STAGES=1, num_warps=4, **run)
+        states = dict(BV=32, STAGES=2, num_warps=4, **run)
     return prep, out, states, grad
 
 def gla_split(programs, NT, device):
@@ -392,13 +424,13 @@ def gla_split(programs, NT, device):
     return triton.cdiv(NT, n), n
 
 def gla_sweep(x, a, c, P, y, h, S0, decay, launch, reverse):
-    """Both passes of gla_sweep_kernel: returns the last state (B, H, V, K), fp32; fills y and h where they are given."""
+    """The passes of gla_sweep_kernel: fills y and h where given, returns the last state (B, H, V, K), fp32."""
     B, T, H, V, K = *x.shape, a.shape[-1]
     NT, BV, BH = triton.cdiv(T, BT), launch["BV"], B * H
     NS, n = gla_split(BH * (V // BV), NT, x.device)
     SN = x.new_empty(B, H, V, K, dtype=torch.float32)
-    part = x.new_empty(NS - 1, BH, V, K, dtype=torch.float32)
-    part_decay = x.new_empty(NS - 1, BH, K, dtype=torch.float32)
+    part = x.new_empty(NS - 1, BH, V, K, dtype=torch.float32) if NS > 1 else None
+    part_decay = x.new_empty(NS - 1, BH, K, dtype=torch.float32) if NS > 1 else None
     io = [tiles(x, BT, BV), tiles(a, BT, K), None, None, None, None, S0, SN, decay, part, part_decay, T, n]
     shape = dict(H=H, K=K, V=V, BT=BT, REVERSE=reverse, **launch)
     if NS > 1:
@@ -416,18 +448,15 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     """o and the last state (B, H, V, K); for backward L, qe, ke, P, gates (middle, leave, decay) and strong."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     qe, ke, o, P = torch.empty_like(q), torch.empty_like(q), torch.empty_like(v), q.new_empty(B, T, H, BT)
-    L = q.new_empty(B, T, 1, BT)
+    L = q.new_empty(B, T, BT)
     gates = q.new_empty(3, B * H, NT, K, dtype=torch.float32) # middle, leave, decay
     strong = q.new_empty(B * H, NT, dtype=torch.int32)
-    prep, out, _, _ = gla_launch(K, V, q.dtype, q.device)
-    BK = prep["BK"]
+    prep, out, _, _ = gla_launch(K, V, q.dtype)
+    io = q, k, g, segment_ids, L, qe, ke, P
     with torch.cuda.device_of(q):
-        tq, tk, tg, tqe, tke = (tiles(x, BT, BK) for x in (q, k, g, qe, ke))
-        tL = tiles(L, BT, BT)
-        io = tq, tk, tg, segment_ids, tL, tqe, tke, tiles(P, BT, BT)
-        gla_lower_kernel[(B, NT)](segment_ids, tL, T, BT=BT, num_warps=4)
+        gla_lower_kernel[(B, NT)](segment_ids, L, T, BT=BT, num_warps=4)
         gla_prep_kernel[(B * H, NT)](*io, *gates, strong, scale, T, H=H, K=K, BT=BT, **prep)
-        gla_strong_kernel[(B * H, NT)](*io, *gates[:2], strong, scale, T, H=H, K=K, BT=BT, BK=BK, num_warps=4,
+        gla_strong_kernel[(B * H, NT)](*io, *gates[:2], strong, scale, T, H=H, K=K, BT=BT, BK=prep["BK"], num_warps=4,
                                        num_stages=1, enable_fp_fusion=True)
         SN = gla_sweep(v, ke, qe, P, o, None, S0, gates[2], out, reverse=False)
     return o, SN, L, qe, ke, P, gates, strong
@@ -435,31 +464,32 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
 @gla_fwd.register_fake
 def _(q, k, v, g, scale, S0, segment_ids):
     (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT), torch.float32
-    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(B, T, 1, BT), torch.empty_like(q),
-            torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(3, B * H, NT, K, dtype=f32), q.new_empty(B * H, NT, dtype=torch.int32))
+    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(B, T, BT), torch.empty_like(q),
+            torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(3, B * H, NT, K, dtype=f32),
+            q.new_empty(B * H, NT, dtype=torch.int32))
 
 @torch.library.custom_op("kernels::gla_bwd", mutates_args=())
 def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor,
-            L: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor, dSN: Optional[Tensor]
-            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+            L: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor,
+            dSN: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg and the gradient (B, H, V, K) of the initial state. The states are computed again, not stored."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
     h, dh = q.new_empty(B * H, NT * V, K), q.new_empty(B * H, NT * V, K)
     dP, diagonal = q.new_empty(B, T, H, BT), q.new_empty(B, T, H, dtype=torch.float32)
-    _, out, states, grad = gla_launch(K, V, q.dtype, q.device)
+    _, out, states, grad = gla_launch(K, V, q.dtype)
     BK, BV = grad["BK"], grad["BV"]
     with torch.cuda.device_of(q):
         gla_sweep(v, ke, None, None, None, h, S0, gates[2], states, reverse=False)
         dS0 = gla_sweep(do, qe, ke, P, dv, dh, dSN, gates[2], out, reverse=True)
-        tdo, tv, tdP, tL = tiles(do, BT, BV), tiles(v, BT, BV), tiles(dP, BT, BT), tiles(L, BT, BT)
-        gla_dP_kernel[(B * H, NT)](tv, tdo, tL, tdP, diagonal, scale, T, H=H, V=V, BT=BT, BV=BV, STAGES=3,
-                                   num_warps=4, enable_fp_fusion=True)
+        tdo, tv = tiles(do, BT, BV), tiles(v, BT, BV)
+        gla_dP_kernel[(B * H, NT)](tv, tdo, L, dP, diagonal, scale, T, H=H, V=V, BT=BT, BV=BV, STAGES=3, num_warps=4,
+                                   enable_fp_fusion=True)
         states = [TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh)]
-        grads = [tiles(x, BT, BK) for x in (dq, dk, dg)]
         for is_strong in (False, True):
-            gla_grad_kernel[(B * H * (K // BK), NT)](q, k, tv, g, segment_ids, tdo, tL, tdP, diagonal, *gates, strong, *states,
-                                                     *grads, scale, T, H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
+            gla_grad_kernel[(B * H * (K // BK), NT)](
+                q, k, tv, g, segment_ids, tdo, L, dP, diagonal, *gates, strong, *states, dq, dk, dg, scale, T,
+                H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
     return dq, dk, dv, dg, dS0
 
 @gla_bwd.register_fake
@@ -482,24 +512,26 @@ def gla_backward(ctx, do, dSN, *_):
 
 gla_fwd.register_autograd(gla_backward, setup_context=gla_save)
 
+def gla_widen(x):
+    """`widen`, to 64 at least: narrower tiles are not worth launch settings of their own."""
+    return widen(x if x.shape[-1] >= 64 else F.pad(x, (0, 64 - x.shape[-1])))
+
 def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
     """
     Gated Linear Attention (Yang et al. 2024, arXiv:2312.06635), eq. (1) over T tokens: returns o, final_state.
 
     q, k (B, T, H, K) and v (B, T, H, V), all bf16 or all fp32; g (B, T, H, K), log decay <= 0, bf16 or fp32; scale
-    defaults to K**-0.5. initial_state and final_state (B, H, K, V), fp32, both differentiable. segment_ids (B, T) int32,
-    non-decreasing: the state restarts at zero where the id changes; initial_state belongs to the first token's segment.
-    K and V from 1 to 256. What cannot run raises an AssertionError that says why.
+    defaults to K**-0.5. initial_state and final_state (B, H, K, V), fp32, both differentiable. segment_ids (B, T)
+    int32, non-decreasing: the state restarts at zero where the id changes; initial_state belongs to the first token's
+    segment. K and V from 1 to 256. What cannot run raises an AssertionError that says why.
     """
     check(q, k, v, [("g", g, q.shape, (torch.bfloat16, torch.float32))], initial_state, segment_ids)
     B, T, H, K, V = *q.shape, v.shape[-1]
     scale = K**-0.5 if scale is None else float(scale)
-    S0 = None
-    if initial_state is not None: # held transposed, with K contiguous and padded
-        S0 = widen(F.pad(initial_state, (0, widen(v[:1, :1, :1]).shape[-1] - V)).transpose(-1, -2))
+    S0 = None if initial_state is None else gla_widen(gla_widen(initial_state).transpose(-1, -2)) # held as (V, K)
     if segment_ids is None:
         segment_ids = torch.zeros(B, T, dtype=torch.int32, device=q.device)
-    o, SN, *_ = gla_fwd(widen(q), widen(k), widen(v), widen(g), scale, S0, segment_ids.contiguous())
+    o, SN, *_ = gla_fwd(gla_widen(q), gla_widen(k), gla_widen(v), gla_widen(g), scale, S0, segment_ids.contiguous())
     if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
         o, SN = o[..., :V], SN[..., :V, :K]
     return o, SN.transpose(-1, -2)
