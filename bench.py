@@ -310,12 +310,13 @@ def training_step(cfg, B, T, compiled):
     raw = build(cfg)
     raw.checkpoint_blocks = cfg.checkpoint_blocks
     optimizer = torch.optim.AdamW(raw.optim_groups(cfg.weight_decay), betas=(cfg.beta1, cfg.beta2), fused=True)
-    forward = torch.compile(raw, fullgraph=True, dynamic=False) if compiled else raw
+    if compiled:
+        raw.compile(fullgraph=True, dynamic=False)
     idx, targets = torch.randint(cfg.vocab_size, (2, B, T), device=DEVICE)
     ids = (torch.rand(B, T, device=DEVICE) < 1e-3).cumsum(1, dtype=torch.int32) if cfg.reset_at_eot else None
     def step():
         with autocast(DEVICE):
-            loss = forward(idx, targets, ids)[1]
+            loss = raw(idx, targets, ids)[1]
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), cfg.grad_clip)
         optimizer.found_inf = (~torch.isfinite(loss.detach() + norm)).float()
@@ -323,7 +324,7 @@ def training_step(cfg, B, T, compiled):
         optimizer.zero_grad(set_to_none=True)
     return step, raw
 
-KINDS = {"mixer kernels": r"^(gla|gdn)_|flash|fmha|attention", # in this order: the first that fits
+KINDS = {"mixer kernels": r"^(gla|gdn|conv)_|flash|fmha|attention", # in this order: the first that fits
          "matrix products": r"gemm|nvjet|cutlass|xmma|cublas",
          "optimizer": r"adam|multi_tensor|lpnorm|foreach",
          "loss": r"nll_loss|cross_entropy|log_softmax|softmax"}

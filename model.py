@@ -344,6 +344,11 @@ class LM(nn.Module):
         assert not expected or abs(actual / expected - 1) <= 0.01, \
             f"the model has {actual:,} parameters, over 1% off expect_params={expected:,}"
 
+    def compile(self, **options):
+        """torch.compile in place, block by block: one graph serves all layers, so that starting takes seconds."""
+        for module in (*self.blocks, self.norm):
+            module.compile(**options)
+
     def init_state(self, batch):
         """The state before the first token, for forward(state=...): a list with one dict a layer, updated in place."""
         return [block.mixer.init_state(batch, self.embed.weight.device) for block in self.blocks]

@@ -831,12 +831,13 @@ def test_decay_parameters_stay_fp32_and_finite():
 def test_model_on_gpu_equals_cpu(name, compiled):
     model = small_model(name)
     mine = small_model(name).cuda()
-    forward = torch.compile(mine, fullgraph=True, dynamic=False) if compiled else mine
+    if compiled:
+        mine.compile(fullgraph=True, dynamic=False)
     idx = torch.randint(64, (2, 151), generator=torch.Generator().manual_seed(0))
     ids = None if name == "attention" else (idx[:, :-1] == 7).cumsum(1).int()
     loss = model(idx[:, :-1], idx[:, 1:], ids)[1]
     loss.backward()
-    again = forward(idx[:, :-1].cuda(), idx[:, 1:].cuda(), None if ids is None else ids.cuda())[1]
+    again = mine(idx[:, :-1].cuda(), idx[:, 1:].cuda(), None if ids is None else ids.cuda())[1]
     again.backward()
     assert abs(loss.item() - again.item()) <= 1e-4 * loss.item() # fp32 with tf32 off; measured below 1e-6
     for (key, p), q in zip(model.named_parameters(), mine.parameters()):

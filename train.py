@@ -327,7 +327,7 @@ def autocast(device):
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 @torch.no_grad()
-def evaluate(cfg, forward, split, rank, world, device):
+def evaluate(cfg, model, split, rank, world, device):
     """Mean loss, nats a token, over eval_tokens of the validation set: always the same rows, the ranks share them."""
     n = split.first[-1]
     count = min(n, max(1, cfg.eval_tokens // cfg.seq_len))
@@ -339,7 +339,7 @@ def evaluate(cfg, forward, split, rank, world, device):
         idx, targets, ids = to_device(get_batch(cfg, split, filled, cfg.seq_len), device)
         targets[len(mine):] = -100 # what cross_entropy leaves out of its mean
         with autocast(device):
-            loss = forward(idx, targets, ids)[1]
+            loss = model(idx, targets, ids)[1]
         total += loss.double() * len(mine)
     if world > 1:
         dist.all_reduce(total)
@@ -430,10 +430,11 @@ if __name__ == "__main__":
                 os.remove(leftover)
 
     torch._dynamo.config.recompile_limit = 64 # a graph for each length of the curriculum, with and without gradient
-    forward = torch.compile(raw, fullgraph=True, dynamic=False) if cfg.compile else raw
-    ddp = forward
+    if cfg.compile:
+        raw.compile(fullgraph=True, dynamic=False)
+    ddp = raw
     if world > 1:
-        ddp = DistributedDataParallel(forward, device_ids=[local_rank] if device.type == "cuda" else None,
+        ddp = DistributedDataParallel(raw, device_ids=[local_rank] if device.type == "cuda" else None,
                                       broadcast_buffers=False, gradient_as_bucket_view=True)
 
     n_rows, rows = splits["train"].first[-1], cfg.batch_tokens // cfg.seq_len # of the data, of a step
@@ -455,7 +456,7 @@ if __name__ == "__main__":
 
     def validation():
         """val_loss and val_ppl a token, val_bpb: bits per byte of the validation text, at its mean bytes per token."""
-        loss = evaluate(cfg, forward, splits["val"], rank, world, device)
+        loss = evaluate(cfg, raw, splits["val"], rank, world, device)
         bpb = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
         return {"val_loss": loss, "val_ppl": float(np.exp(loss)), "val_bpb": bpb}
 
