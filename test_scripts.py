@@ -826,7 +826,8 @@ def test_sigint_from_outside(shards, tmp_path):
 
 def test_nan_on_one_rank_drops_the_step(shards, whole, faulty, tmp_path):
     """On both ranks, without a trace in the moments; and the curve goes on."""
-    p = trained(shards, tmp_path / "out", "--batch_size=4", "--save_interval=1", prefix=(*ranks(2), faulty, "nan", 1, 7))
+    p = trained(shards, tmp_path / "out", "--batch_size=4", "--save_interval=1",
+                prefix=(*ranks(2), faulty, "nan", 1, 7))
     assert p.returncode == 0 and "1 steps dropped" in p.stdout, p.stderr
     log = log_of(tmp_path / "out")
     assert log[7]["loss"] is None and log[7]["grad_norm"] is None
