@@ -71,7 +71,9 @@ def state_error(x, ref):
     """The largest relative L2 error of a state (B, H, K, V) over a (batch, head)."""
     return errors(x[:, None].flatten(3), ref[:, None].flatten(3), chunk=1)[1]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+DTYPES = [torch.bfloat16, torch.float32] if GPU else [torch.float32] # the interpreter's bf16 dots are wrong
 
 def relative(x, ref):
     return ((x.double() - ref.double()).norm() / ref.double().norm()).item()
@@ -79,8 +81,6 @@ def relative(x, ref):
 # ----------------------------------------------------------------------------------------------------------------------
 # Gated Linear Attention
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 # (worst head, worst chunk) of o, dq, dk, dv; of dg with typical gates; of dg with stronger ones; states
 GLA_TOL = { # measured: bf16 4e-3, 5e-3, 1.4e-2, 2e-3 (H200); fp32 4e-7, 6e-7, 3e-6, 3e-7 (interpreter)
     torch.bfloat16: ((6e-3, 2e-2), 1e-2, 2.5e-2, 5e-3),
@@ -137,7 +137,6 @@ def gla_check(inputs, segment_ids=None, typical_gates=True, tag=""):
         assert y is None or torch.isfinite(x).all()
 
 # on the CPU in fp32 through the interpreter; on a GPU the same in bf16 at wider heads, and in fp32
-DTYPES = [torch.bfloat16, torch.float32] if GPU else [torch.float32]
 WIDE = (128, 256) if GPU else (16, 32) # K, V
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -266,9 +265,6 @@ GDN_TOL = {
                          dg=(1e-2, 1e-2), dbeta=(1e-2, 1e-2), S=5e-3, dS0=6e-3),
 }
 NAMES = ("q", "k", "v", "g", "beta", "S0")
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
-DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32] # the interpreter's bf16 dots are wrong
 gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 def gdn_inputs(B, T, H, K, V, dtype, kind="init", seed=0):

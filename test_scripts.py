@@ -1318,13 +1318,13 @@ def test_sample_refuses_values_out_of_range(flag):
 # ----------------------------------------------------------------------------------------------------------------------
 # bench.py
 
-TINY = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--d_key=8", "--d_value=8", "--d_mlp=48", "--seq_len=64", "--batch_size=2"]
+BENCH_FLAGS = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--d_key=8", "--d_value=8", "--d_mlp=48", "--seq_len=64", "--batch_size=2"]
 
 @pytest.fixture(scope="module")
 def bench_rows(tmp_path_factory):
     """stdout of bench.py without --what on small models, and the rows of its JSON by table."""
     path = tmp_path_factory.mktemp("bench") / "rows.jsonl"
-    p = run("bench.py", *TINY, f"--json={path}")
+    p = run("bench.py", *BENCH_FLAGS, f"--json={path}")
     assert p.returncode == 0, p.stderr
     tables = {}
     for line in open(path):
@@ -1375,7 +1375,7 @@ def test_bench_figures_agree(bench_rows):
     assert states["attention"] == [4 * 2 * 2 * 8 * T / 1e6 for T in (128, 256, 512, 1024)]
 
 def test_bench_of_one_config_and_one_table(tmp_path):
-    p = run(os.path.join(ROOT, "bench.py"), os.path.join(ROOT, "config", "tiny.py"), *TINY, "--what=memory", cwd=tmp_path)
+    p = run(os.path.join(ROOT, "bench.py"), os.path.join(ROOT, "config", "tiny.py"), *BENCH_FLAGS, "--what=memory", cwd=tmp_path)
     assert p.returncode == 0, p.stderr
     assert re.findall("^(operators|training step|generation|memory)", p.stdout, re.M) == ["memory"]
     assert len(re.findall(r"^tiny +\d+ ", p.stdout, re.M)) == 4 # lengths
