@@ -1,13 +1,13 @@
 """
 Speed and memory on this machine: the operators, the training step, generation, and memory by length.
 
-    python bench.py                                                   # all tables: the 340M models on a GPU, tiny ones on a CPU
-    python bench.py --what=kernels --json=kernels.jsonl               # or train, sample, memory; rows also as lines of JSON
+    python bench.py                                                   # all tables: 340M models on a GPU, tiny on a CPU
+    python bench.py --what=kernels --json=kernels.jsonl               # or train, sample, memory; rows also as JSON
     python bench.py config/gla_340m.py --what=train --batch_size=16   # one config, changed as for train.py
     python bench.py --plot=loss.png --logs='out/*/log.jsonl'          # the curves of training runs
 
-Times are medians with the 10th and 90th percentile, after a first call that is timed by itself (`first_s`: compilation and
-tuning included). Peers run in the same process at equal terms: softmax attention (SDPA) always, FLA where it is installed.
+Times are medians with the 10th and 90th percentile, after a first call that is timed by itself (`first_s`: compilation
+and tuning included). Peers run in the same process at equal terms: softmax attention (SDPA) always, FLA where installed.
 """
 import collections
 import glob

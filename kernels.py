@@ -1,11 +1,12 @@
 """
-Fused Triton kernels for Gated Linear Attention, the gated delta rule (forward, backward and one-token step) and the
-output head's loss.
+Fused Triton kernels for Gated Linear Attention, the gated delta rule (forward, backward and one-token step), the short
+convolution in front of them and the output head's loss.
 
     gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None)                    -> o, final_state
     gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_ids=None) -> o, final_state
     gla_step(q, k, v, g, state, scale=None)                                              -> o, state in place
     gated_delta_rule_step(q, k, v, g, beta, state, scale=None)                           -> o, state in place
+    short_conv(x, weight, H, K, V, unit, segment_ids=None)                               -> q, k, v
     linear_cross_entropy(x, weight, targets)                                             -> mean loss
 
 B batch, T time, H heads, K key dim per head, V value dim per head; q, k (B, T, H, K), v and o (B, T, H, V).
@@ -49,9 +50,9 @@ def check(q, k, v, gates, state, segment_ids=None):
         assert x.dtype in dtypes, f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}"
         assert x.device == q.device, f"{name} is on {x.device} and q on {q.device}"
 
-def widen(x):
-    """The last dimension zero-padded to the next of SIZES (exact: added keys and values are zero), made contiguous."""
-    size = next(s for s in SIZES if s >= x.shape[-1])
+def widen(x, least=16):
+    """The last dimension zero-padded to the next of SIZES from `least` on (exact: added keys and values are zero)."""
+    size = next(s for s in SIZES if s >= max(least, x.shape[-1]))
     return (x if size == x.shape[-1] else F.pad(x, (0, size - x.shape[-1]))).contiguous() # padding by 0 would copy
 
 def tiles(x, rows, cols):
@@ -399,10 +400,9 @@ def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.con
 
 def gla_launch(K, V, dtype):
     """
-    Launch settings of prep, sweep with outputs, sweep of states alone, grad. Fixed, and checked against fp64 on an H200
-    but for fp32 with K = 256, which ran in the interpreter only; K and V are 64, 128 or 256. bf16 with K up to 128 is the
-    fast case and takes up to 217 KB of shared memory on Hopper; Ampere, which has no TMA, stays under 99 KB with the
-    same tiles (compiled for sm_80, not run).
+    Launch settings of prep, sweep with outputs, sweep of states alone, grad; K and V are 64, 128 or 256. bf16 with K up to
+    128 is the fast case and takes up to 217 KB of shared memory on Hopper; Ampere, which has no TMA, stays under 99 KB
+    with the same tiles (compiled for sm_80, not run). Against fp64 on an H200: dev/log.md says which, and on which build.
     """
     run = dict(enable_fp_fusion=True)
     prep = dict(BK=64, STAGES=3, num_warps=4, **run)
@@ -513,9 +513,7 @@ def gla_backward(ctx, do, dSN, *_):
 
 gla_fwd.register_autograd(gla_backward, setup_context=gla_save)
 
-def gla_widen(x):
-    """`widen`, to 64 at least: narrower tiles are not worth launch settings of their own."""
-    return widen(x if x.shape[-1] >= 64 else F.pad(x, (0, 64 - x.shape[-1])))
+GLA_LEAST = 64 # width of K and V: narrower tiles are not worth launch settings of their own
 
 def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
     """
@@ -529,10 +527,13 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
     check(q, k, v, [("g", g, q.shape, (torch.bfloat16, torch.float32))], initial_state, segment_ids)
     B, T, H, K, V = *q.shape, v.shape[-1]
     scale = K**-0.5 if scale is None else float(scale)
-    S0 = None if initial_state is None else gla_widen(gla_widen(initial_state).transpose(-1, -2)) # held as (V, K)
+    S0 = None
+    if initial_state is not None: # held as (V, K)
+        S0 = widen(widen(initial_state, GLA_LEAST).transpose(-1, -2), GLA_LEAST)
     if segment_ids is None:
         segment_ids = torch.zeros(B, T, dtype=torch.int32, device=q.device)
-    o, SN, *_ = gla_fwd(gla_widen(q), gla_widen(k), gla_widen(v), gla_widen(g), scale, S0, segment_ids.contiguous())
+    q, k, v_wide, g = (widen(x, GLA_LEAST) for x in (q, k, v, g))
+    o, SN, *_ = gla_fwd(q, k, v_wide, g, scale, S0, segment_ids.contiguous())
     if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
         o, SN = o[..., :V], SN[..., :V, :K]
     return o, SN.transpose(-1, -2)
@@ -1324,7 +1325,7 @@ def short_conv(x, weight, H, K, V, unit, segment_ids=None):
 #   dx = dz W,   dW = dz^T x, summed over the chunks in fp32                                                   (2)
 # follow at once: gradients are made in the forward pass, where the logits are, and backward scales them by its own.
 
-CE_ROWS = 8192 # tokens a chunk: 824 MB of bf16 logits at 50,304 columns; 65,536 tokens take 35 ms on an H200
+CE_ROWS = 8192 # tokens a chunk: 824 MB of bf16 logits at 50,304 columns; 10% faster than 4096 (dev/log.md)
 
 @triton.jit
 def cross_entropy_kernel(logits, targets, losses, weight, n_cols, GRAD: tl.constexpr, BLOCK: tl.constexpr):
