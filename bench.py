@@ -442,11 +442,11 @@ saved_gb: kept between forward and backward; state_mb: what generation carries o
 
 def plot(path, pattern):
     """Training loss (line) and validation loss (dots) over tokens, of every log.jsonl that `pattern` matches."""
-    if not importlib.util.find_spec("matplotlib"):
-        sys.exit("--plot needs matplotlib: pip install matplotlib")
     logs = sorted(glob.glob(pattern, recursive=True))
     if not logs:
         sys.exit(f"--logs={pattern}: no such file")
+    if not importlib.util.find_spec("matplotlib"):
+        sys.exit("--plot needs matplotlib: pip install matplotlib")
     import matplotlib
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
