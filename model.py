@@ -260,8 +260,11 @@ class Attention(nn.Module):
         return {"length": 0, "k": empty[..., :K], "v": empty[..., :V]}
 
     def forward(self, x, segment_ids=None, state=None):
-        B, T, C = x.shape
-        q, k, v = heads(self.in_proj(x), self.dims, None, False, None, None)
+        return self.out_proj(self.attend(self.in_proj(x), state))
+
+    def attend(self, qkv, state=None):
+        """(B, T, H V) of queries, keys and values (B, T, H (K + K + V)), which continue `state` where one is given."""
+        T, (q, k, v) = qkv.shape[1], heads(qkv, self.dims, None, False, None, None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2) # (B, H, T, K), (B, H, T, K), (B, H, T, V)
         past = 0 if state is None else state["length"]
         q, k = rotate(q, past), rotate(k, past) # (B, H, T, K)
@@ -271,9 +274,9 @@ class Attention(nn.Module):
         if past == 0 or T == 1: # T == 1: the newest query sees every key
             o = F.scaled_dot_product_attention(q, k, v, is_causal=past == 0)
         else:
-            mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
+            mask = torch.ones(T, past + T, dtype=torch.bool, device=qkv.device).tril(past)
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out_proj(o.transpose(1, 2).flatten(2))
+        return o.transpose(1, 2).flatten(2)
 
 def rotate(x, past):
     """Rotary positions past, past + 1, ... of x (B, H, T, K): channels i, i + K/2 turn by 10,000^(-2i/K) a token."""
@@ -351,7 +354,7 @@ class LM(nn.Module):
 
     def init_state(self, batch):
         """The state before the first token, for forward(state=...): a list with one dict a layer, updated in place."""
-        return [block.mixer.init_state(batch, self.embed.weight.device) for block in self.blocks]
+        return [block.mixer.init_state(batch, self.norm.weight.device) for block in self.blocks]
 
     def hidden(self, idx, segment_ids=None, state=None):
         """What the output head reads, (B, T, C), normalised. Arguments as in forward."""
@@ -378,6 +381,32 @@ class LM(nn.Module):
         if targets is None:
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def step(self, token, state):
+        """
+        Logits (B, vocab_size) after one more token (B,) of each sequence, on a GPU and without gradients: forward in seven
+        launches a layer with gla, eight with gdn (kernels.py, "one token through a block").
+        """
+        from kernels import gated_delta_rule_step, gla_step, linear_step, step_inputs
+        x = self.embed(token) # (B, C)
+        for block, past in zip(self.blocks, state):
+            mixer, mlp, norm = block.mixer, block.mlp, block.mixer_norm
+            p = linear_step(x, mixer.in_proj, norm)
+            conv = (past["conv"], mixer.conv.weight) if "conv" in past else (None, None)
+            if self.cfg.mixer == "attention":
+                x = linear_step(mixer.attend(p[:, None], past)[:, 0], mixer.out_proj, residual=x)
+            elif self.cfg.mixer == "gla":
+                low = mixer.decay_proj.weight, mixer.decay_proj.bias
+                o = gla_step(*step_inputs(p, *mixer.dims, False, conv, low=low), past["S"])
+            else:
+                gates = linear_step(x, mixer.ab_proj, norm), mixer.A_log, mixer.dt_bias
+                o = gated_delta_rule_step(*step_inputs(p, *mixer.dims, True, conv, gates=gates), past["S"])
+            if self.cfg.mixer != "attention":
+                gate = linear_step(x, mixer.gate_proj, norm)
+                x = linear_step(o.flatten(1), mixer.out_proj, mixer.norm, gate, residual=x)
+            h = linear_step(x, mlp.gate_proj, block.mlp_norm, pair=mlp.value_proj)
+            x = linear_step(h, mlp.out_proj, residual=x)
+        return linear_step(x, self.embed, self.norm)
 
     def num_params(self):
         """Embeddings counted once: the output head is tied to them."""

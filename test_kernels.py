@@ -611,11 +611,44 @@ def test_linear_cross_entropy_opcheck():
     torch.library.opcheck(kernels.linear_cross_entropy_op, (x, weight, targets, True))
 
 # ----------------------------------------------------------------------------------------------------------------------
+# one token through a block, and norms without gradients (the whole of it: LM.step, under model.py)
+
+class Holder:
+    def __init__(self, **tensors):
+        self.__dict__.update(tensors)
+
+# fp32 sums in another order; bf16: x and n(x) are rounded
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * GPU)
+@pytest.mark.parametrize("int8", [False, True], ids=["wide", "int8"])
+@pytest.mark.parametrize("B, N, K, D", [(1, 20, 300, 300), (70, 33, 144, 72)] + [(1, 1024, 1024, 256), (64, 2064, 1024, 1024)] * GPU)
+def test_linear_step(B, N, K, D, int8, dtype, tol):
+    """Every part of a product at once: groups of several blocks, ragged rows, columns and batch."""
+    from kernels import linear_step, rms_norm
+    rng = torch.Generator().manual_seed(0)
+    x, gate, residual, W, W2 = (torch.randn(*size, generator=rng).to(DEVICE, dtype)
+                                for size in ((B, K), (B, K), (B, N), (N, K), (N, K)))
+    W, W2 = W / K**0.5, W2 / K**0.5
+    weight, scale = torch.rand(D, generator=rng).to(DEVICE) + 0.5, torch.rand(N, generator=rng).to(DEVICE) / 127
+    norm, linear, pair = Holder(weight=weight, eps=1e-3), Holder(weight=W), Holder(weight=W2)
+    if int8:
+        q, q2 = (127 * W).round().to(torch.int8), (127 * W2).round().to(torch.int8)
+        linear, pair = Holder(q=q, scale=scale), Holder(q=q2, scale=scale)
+        W, W2 = q * scale[:, None], q2 * scale[:, None]
+    X, W, W2, z = (y.double() for y in (x, W, W2, gate))
+    groups = X.unflatten(1, (-1, D))
+    n = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + 1e-3) * weight.double()).flatten(1)
+    assert relative(linear_step(x, linear), X @ W.T) <= tol
+    assert relative(linear_step(x, linear, norm, gate, residual=residual), n * F.silu(z) @ W.T + residual) <= tol
+    assert relative(linear_step(x, linear, norm, pair=pair), F.silu(n @ W.T) * (n @ W2.T)) <= tol
+    normed = rms_norm(x.unflatten(1, (-1, D)), weight, 1e-3, gate.unflatten(1, (-1, D))).flatten(1)
+    assert relative(normed, n * F.silu(z)) <= tol
+
+# ----------------------------------------------------------------------------------------------------------------------
 # model.py
 
 from dataclasses import replace
 
-from model import LM, ModelConfig, gated_delta_rule_chunked, gla_chunked
+from model import LM, ModelConfig, RMSNorm, gated_delta_rule_chunked, gla_chunked
 
 OPERATORS = {"gla": (gla_chunked, gla_loop), "gated_delta_rule": (gated_delta_rule_chunked, gated_delta_rule_loop)}
 
@@ -740,6 +773,28 @@ def test_split_sequences_equal_one_pass(name):
                 else:
                     a, b = (x[:, :, :150], theirs[key][:, :, :150]) if key in "kv" else (x, theirs[key])
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+# what a GPU does for a token (LM.step) against forward, which is what a CPU does
+@pytest.mark.parametrize("name, int8", [*zip(MODELS, [True, False, True, False, True])])
+@torch.no_grad()
+def test_one_token_by_kernels_equals_forward(name, int8):
+    from sample import for_inference
+    models = small_model(name), small_model(name).to(DEVICE)
+    for model in models:
+        for norm in model.modules():
+            if isinstance(norm, RMSNorm):
+                norm.weight.copy_(torch.linspace(0.5, 1.5, len(norm.weight)))
+        for_inference(model, "cpu", int8)
+    model, mine = models[0], models[1].to(DEVICE)
+    idx = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(0))
+    a, b = model.init_state(3), mine.init_state(3)
+    model(idx[:, :5], state=a), mine(idx[:, :5].to(DEVICE), state=b)
+    for t in (5, 6):
+        ref, logits = model(idx[:, t:t + 1], state=a)[0][:, 0], mine.step(idx[:, t].to(DEVICE), b)
+        assert relative(logits.cpu(), ref) <= 1e-5
+    for x, y in zip(a, b):
+        for key in x.keys() - {"length"}:
+            assert relative(y[key].cpu(), x[key]) <= 1e-5, key
 
 @pytest.mark.parametrize("name", [n for n in MODELS if n != "attention"])
 @torch.no_grad()
