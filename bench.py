@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import config
 import model as definitions
 from model import LM
-from sample import Decoder, for_inference, prefill, state_bytes
+from sample import Decoder, choose, for_inference, prefill, state_bytes, weight_bytes
 from train import PEAK_FLOPS, TrainConfig, autocast
 
 @dataclass(frozen=True)
@@ -384,30 +384,65 @@ def bench_train(report, cfgs, copy, matmul):
 # generation
 
 def bench_sample(report, cfgs, copy, matmul):
-    report.table("sample", f"""generation, matrices in {DTYPE}, drawing with top_k=200 included. prefill: reading `context`
-tokens of a prompt; decode: a token for each of `batch` sequences after `context` tokens; state: per sequence""",
-                 "model:<16 pass:<8 batch:>6d context:>8d ms:>8.3f p10:>8.3f p90:>8.3f first_s:>7.2f tok_s:>9,.0f state_mb:>9.3f")
-    short, long, many = (100, 100_000, 64) if CUDA else (16, 1024, 8)
+    report.table("sample", f"""generation, matrices in {DTYPE} or int8, drawing with top_k=200 included. prefill: reading `context`
+tokens of a prompt; decode: a token for each of `batch` sequences after `context` tokens, on a GPU as one CUDA graph (attention,
+whose cache grows, and FLA: launched kernel by kernel); weights: of the model; state: per sequence""",
+                 "model:<22 pass:<8 batch:>6d context:>8d ms:>8.3f p10:>8.3f p90:>8.3f first_s:>7.2f tok_s:>9,.0f"
+                 " weights_mb:>10.2f state_mb:>9.3f")
+    short, long, many, n = (100, 100_000, 64, 131_072) if CUDA else (16, 1024, 8, 1024)
     for label, cfg in cfgs.items():
-        model = for_inference(build(cfg), DEVICE.type)
-        row = {"model": label, "mixer": cfg.mixer, "dtype": DTYPE}
-        n = 131_072 if CUDA else 1024
         tokens = torch.randint(cfg.vocab_size, (1, n), device=DEVICE)
-        first_s = seconds(lambda: prefill(model, tokens))
-        times = [1000 * seconds(lambda: prefill(model, tokens)) for _ in range(3)]
-        report.row(**row, **{"pass": "prefill"}, batch=1, context=n, **spread(times), first_s=first_s,
-                   tok_s=1000 * n / np.median(times))
-        for batch, context in ((1, short), (many, short), (1, long)):
-            state, logits = prefill(model, tokens[:, :context].expand(batch, -1))
-            decoders = []
-            first_s = seconds(lambda: decoders.append(Decoder(model, batch, cfg.vocab_size, temperature=0.8, top_k=200, top_p=1.0)))
-            decoder = decoders[0]
-            decoder.start(state, logits)
-            in_a_row(decoder.step, 5)
-            times = in_a_row(decoder.step, 200 if CUDA else 30)
-            report.row(**row, **{"pass": "decode"}, batch=batch, context=context, **spread(times), first_s=first_s,
-                       tok_s=1000 * batch / np.median(times), state_mb=state_bytes(decoder.state) / batch / 1e6)
-        del model, state, decoder, decoders
+        for int8 in (False, True):
+            model = for_inference(build(cfg), DEVICE.type, int8)
+            row = {"model": label + " int8" * int8, "mixer": cfg.mixer, "dtype": "int8" if int8 else DTYPE,
+                   "weights_mb": weight_bytes(model) / 1e6}
+            first_s = seconds(lambda: prefill(model, tokens))
+            times = [1000 * seconds(lambda: prefill(model, tokens)) for _ in range(3)]
+            report.row(**row, **{"pass": "prefill"}, batch=1, context=n, **spread(times), first_s=first_s,
+                       tok_s=1000 * n / np.median(times))
+            for batch, context in ((1, short), (many, short)) + ((1, long),) * (not int8):
+                decoders, start = [], prefill(model, tokens[:, :context])
+                first_s = seconds(lambda: decoders.append(Decoder(model, batch, cfg.vocab_size, temperature=0.8, top_k=200, top_p=1.0)))
+                decoders[0].start(*start)
+                report.row(**row, **decode_row(decoders[0].step, batch, context), first_s=first_s,
+                           state_mb=state_bytes(decoders[0].state) / batch / 1e6)
+            del model, decoders, start
+        if CUDA and cfg.mixer != "attention" and importlib.util.find_spec("fla"):
+            row = {"model": label + " fla", "mixer": cfg.mixer, "dtype": DTYPE}
+            try:
+                for batch in (1, many):
+                    steps = []
+                    first_s = seconds(lambda: steps.append(fla_step(cfg, tokens[:, :short].expand(batch, -1))))
+                    report.row(**row, **decode_row(steps[0], batch, short), first_s=first_s)
+            except Exception as error: # of a peer
+                report.row(**row, **{"pass": "decode"}, error=brief(error))
+
+def decode_row(step, batch, context):
+    in_a_row(step, 5)
+    times = in_a_row(step, 200 if CUDA else 30)
+    return {"pass": "decode", "batch": batch, "context": context, **spread(times), "tok_s": 1000 * batch / np.median(times)}
+
+@torch.no_grad()
+def fla_step(cfg, tokens):
+    """FLA's model of cfg's shape after `tokens` (B, T): a function that draws the next one as FLA's generate() and we do."""
+    cut_autotuners(cfg.fla_configs)
+    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, GLAConfig, GLAForCausalLM
+    shape = dict(hidden_size=cfg.n_embd, num_hidden_layers=cfg.n_layer, num_heads=cfg.n_head, intermediate_size=cfg.d_mlp,
+                 vocab_size=cfg.vocab_size, use_short_conv=cfg.conv_size > 0, tie_word_embeddings=True)
+    with DEVICE:
+        if cfg.mixer == "gla":
+            expand_k, expand_v = (cfg.n_head * d / cfg.n_embd for d in (cfg.d_key, cfg.d_value))
+            model = GLAForCausalLM(GLAConfig(expand_k=expand_k, expand_v=expand_v, **shape))
+        else:
+            model = GatedDeltaNetForCausalLM(GatedDeltaNetConfig(head_dim=cfg.d_key, expand_v=cfg.d_value / cfg.d_key, **shape))
+    model.to(MATRICES).eval()
+    out = model(tokens, use_cache=True, logits_to_keep=1)
+    token = choose(out.logits[:, -1], 0.8, 200, 1.0)
+    @torch.no_grad()
+    def step():
+        again = model(token, past_key_values=out.past_key_values, use_cache=True)
+        token.copy_(choose(again.logits[:, -1], 0.8, 200, 1.0))
+    return step
 
 # ----------------------------------------------------------------------------------------------------------------------
 # memory by length
