@@ -383,10 +383,12 @@ def bench_train(report, cfgs, copy, matmul):
 # ----------------------------------------------------------------------------------------------------------------------
 # generation
 
+DRAW = 0.8, 200, 1.0 # temperature, top_k, top_p
+
 def bench_sample(report, cfgs, copy, matmul):
-    report.table("sample", f"""generation, matrices in {DTYPE} or int8, drawing with top_k=200 included. prefill: reading `context`
-tokens of a prompt; decode: a token for each of `batch` sequences after `context` tokens, on a GPU as one CUDA graph (attention,
-whose cache grows, and FLA: launched kernel by kernel); weights: of the model; state: per sequence""",
+    report.table("sample", f"""generation, matrices in {DTYPE} or int8, drawing with top_k=200 included. prefill: reading
+`context` tokens of a prompt; decode: a token for each of `batch` sequences after `context` tokens, on a GPU as one CUDA graph
+(attention, whose cache grows, and FLA: launched kernel by kernel); weights: of the model; state: per sequence""",
                  "model:<22 pass:<8 batch:>6d context:>8d ms:>8.3f p10:>8.3f p90:>8.3f first_s:>7.2f tok_s:>9,.0f"
                  " weights_mb:>10.2f state_mb:>9.3f")
     short, long, many, n = (100, 100_000, 64, 131_072) if CUDA else (16, 1024, 8, 1024)
@@ -402,7 +404,7 @@ whose cache grows, and FLA: launched kernel by kernel); weights: of the model; s
                        tok_s=1000 * n / np.median(times))
             for batch, context in ((1, short), (many, short)) + ((1, long),) * (not int8):
                 decoders, start = [], prefill(model, tokens[:, :context])
-                first_s = seconds(lambda: decoders.append(Decoder(model, batch, cfg.vocab_size, temperature=0.8, top_k=200, top_p=1.0)))
+                first_s = seconds(lambda: decoders.append(Decoder(model, batch, cfg.vocab_size, *DRAW)))
                 decoders[0].start(*start)
                 report.row(**row, **decode_row(decoders[0].step, batch, context), first_s=first_s,
                            state_mb=state_bytes(decoders[0].state) / batch / 1e6)
@@ -420,28 +422,30 @@ whose cache grows, and FLA: launched kernel by kernel); weights: of the model; s
 def decode_row(step, batch, context):
     in_a_row(step, 5)
     times = in_a_row(step, 200 if CUDA else 30)
-    return {"pass": "decode", "batch": batch, "context": context, **spread(times), "tok_s": 1000 * batch / np.median(times)}
+    tok_s = 1000 * batch / np.median(times)
+    return {"pass": "decode", "batch": batch, "context": context, **spread(times), "tok_s": tok_s}
 
 @torch.no_grad()
 def fla_step(cfg, tokens):
-    """FLA's model of cfg's shape after `tokens` (B, T): a function that draws the next one as FLA's generate() and we do."""
+    """FLA's model of cfg's shape after `tokens` (B, T): a function that draws one more, with its cache."""
     cut_autotuners(cfg.fla_configs)
     from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, GLAConfig, GLAForCausalLM
-    shape = dict(hidden_size=cfg.n_embd, num_hidden_layers=cfg.n_layer, num_heads=cfg.n_head, intermediate_size=cfg.d_mlp,
-                 vocab_size=cfg.vocab_size, use_short_conv=cfg.conv_size > 0, tie_word_embeddings=True)
+    shape = dict(hidden_size=cfg.n_embd, num_hidden_layers=cfg.n_layer, num_heads=cfg.n_head, tie_word_embeddings=True,
+                 intermediate_size=cfg.d_mlp, vocab_size=cfg.vocab_size, use_short_conv=cfg.conv_size > 0)
     with DEVICE:
         if cfg.mixer == "gla":
             expand_k, expand_v = (cfg.n_head * d / cfg.n_embd for d in (cfg.d_key, cfg.d_value))
             model = GLAForCausalLM(GLAConfig(expand_k=expand_k, expand_v=expand_v, **shape))
         else:
-            model = GatedDeltaNetForCausalLM(GatedDeltaNetConfig(head_dim=cfg.d_key, expand_v=cfg.d_value / cfg.d_key, **shape))
+            expand_v = cfg.d_value / cfg.d_key
+            model = GatedDeltaNetForCausalLM(GatedDeltaNetConfig(head_dim=cfg.d_key, expand_v=expand_v, **shape))
     model.to(MATRICES).eval()
     out = model(tokens, use_cache=True, logits_to_keep=1)
-    token = choose(out.logits[:, -1], 0.8, 200, 1.0)
+    token = choose(out.logits[:, -1], *DRAW)
     @torch.no_grad()
     def step():
         again = model(token, past_key_values=out.past_key_values, use_cache=True)
-        token.copy_(choose(again.logits[:, -1], 0.8, 200, 1.0))
+        token.copy_(choose(again.logits[:, -1], *DRAW))
     return step
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ convolution in front of them and the output head's loss.
     gated_delta_rule_step(q, k, v, g, beta, state, scale=None)                           -> o, state in place
     short_conv(x, weight, H, K, V, unit, segment_ids=None)                               -> q, k, v
     linear_cross_entropy(x, weight, targets)                                             -> mean loss
+    linear_step, step_inputs, rms_norm: what LM.step and a prompt need besides
 
 B batch, T time, H heads, K key dim per head, V value dim per head; q, k (B, T, H, K), v and o (B, T, H, V).
 Tiles: BT tokens a chunk, BV values a program, NT chunks. model.py's chunked forms are the definition of both operators.
@@ -1403,14 +1404,14 @@ def linear_cross_entropy(x, weight, targets):
 # ----------------------------------------------------------------------------------------------------------------------
 # one token through a block, and norms without gradients
 #
-# With one token a sequence a product W x is bound by reading W, and a launch costs as much as reading some 8 MB. So what
-# stands before and after a product is done in its kernel, and a block is seven launches (eight with GDN's a and b):
+# With one token a sequence a product W x is bound by reading W, and a launch takes about 2 us, in which an H200 reads 8 MB.
+# So what stands before and after a product is done in its kernel, and a block is seven launches (GDN's a and b: eight):
 #   p = W_in n(x),   z = W_gate n(x),   q k v g from p,   o by the step,   x' = x + W_out (n(o) silu(z)),
 #   h = silu(W_1 n(x')) (W_2 n(x')),   x'' = x' + W_3 h,                                                              (1)
-# where n(x) = w x / rms(x) over groups of D inputs, the model's width or a head's. 1 / rms is a number per group, so it is
-# put on the group's sums, and x is read once:
+# where n(x) = w x / rms(x) over groups of D inputs: the model's width, or a head's. 1 / rms is one number per group, so it
+# is put on the group's sums, and x is read once:
 #   W n(x) = sum_groups (W_group (w x_group)) / rms(x_group)                                                          (2)
-# W is in x's dtype, or int8 with a scale per row: int8 is exact in bf16, so that the scale, too, is put on the sums.
+# W is in x's dtype, or int8 with a scale per row: int8 is exact in bf16, so the scale, too, is put on the sums.
 
 @triton.jit
 def rms_norm_kernel(x, weight, gate, y, eps, N, D, ROWS: tl.constexpr, BD: tl.constexpr):
@@ -1475,7 +1476,7 @@ def linear_step_kernel(x, w, scale, w2, scale2, norm, gate, residual, y, eps, B,
 def step_inputs_kernel(p, past, taps, low, bias, ab, A_log, dt_bias, q, k, v, g, beta, P, SIZE: tl.constexpr,
                        UNIT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
                        BD: tl.constexpr):
-    """A step's arguments from p (B, P): convolution, whose past moves on by a token, and gates. Grid (B, q k v of H)."""
+    """A step's arguments from p (B, P): convolution, whose past moves on by a token, and gates. Grid (B, 3 H)."""
     i_b, i_h, which = tl.program_id(0).to(tl.int64), tl.program_id(1) % H, tl.program_id(1) // H
     width = tl.where(which == 2, V, K)
     o = tl.arange(0, BD)
@@ -1506,8 +1507,9 @@ def step_inputs_kernel(p, past, taps, low, bias, ab, A_log, dt_bias, q, k, v, g,
             if low is not None: # GLA: log sigmoid(z) / 16 per channel, z = low p_low + bias
                 o_r = tl.arange(0, RANK)
                 b_low = tl.load(p + i_b * P + H * (K + K + V) + o_r).to(tl.float32)
-                b_w = tl.load(low + (i_h * K + o[:, None]) * RANK + o_r[None, :], mask=m[:, None], other=0.0).to(tl.float32)
-                b_z = tl.sum(b_w * b_low[None, :], 1) + tl.load(bias + i_h * K + o, mask=m, other=0.0).to(tl.float32)
+                row = low + (i_h * K + o[:, None]) * RANK + o_r[None, :]
+                b_z = tl.sum(tl.load(row, mask=m[:, None], other=0.0).to(tl.float32) * b_low[None, :], 1)
+                b_z += tl.load(bias + i_h * K + o, mask=m, other=0.0).to(tl.float32)
                 b_g = (tl.minimum(b_z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(b_z)))) / 16
                 tl.store(g + i * K + o, b_g, mask=m)
             else: # GDN: -e^{A_log} softplus(a + dt_bias) and sigmoid(b) per head
@@ -1518,7 +1520,7 @@ def step_inputs_kernel(p, past, taps, low, bias, ab, A_log, dt_bias, q, k, v, g,
                 tl.store(beta + i, tl.sigmoid(b_b))
 
 def rms_norm(x, weight, eps, gate=None):
-    """model.py's RMSNorm, x / rms(x) * weight, times silu(gate): x (..., D), weight (D,) fp32, gate like x. No gradient."""
+    """x / rms(x) * weight, times silu(gate), as model.py's RMSNorm: x, gate (..., D), weight (D,) fp32. No gradient."""
     x, gate, D = x.contiguous(), None if gate is None else gate.contiguous(), x.shape[-1]
     y, N, BD = torch.empty_like(x), x.numel() // D, triton.next_power_of_2(D)
     ROWS = max(1, 1024 // BD)
@@ -1528,37 +1530,35 @@ def rms_norm(x, weight, eps, gate=None):
 
 def linear_step(x, linear, norm=None, gate=None, pair=None, residual=None):
     """
-    A product of (1): W n(x) + residual, or silu(W n(x)) (W2 n(x)) where `pair` has W2. x (B, K), bf16 or fp32; linear and
-    pair hold `weight` (N, K) in x's dtype, or `q` (N, K) int8 and `scale` (N,) fp32; norm holds `weight` (D,) fp32, D a
-    divisor of K, and `eps`, None: n(x) = x; gate (B, K): n(x) times silu(gate); residual (B, N). Returns (B, N) in x's
+    A product of (1): W n(x) + residual, or silu(W n(x)) (W2 n(x)) where `pair` has W2. x (B, K), bf16 or fp32. linear and
+    pair hold `weight` (N, K) in x's dtype, or `q` (N, K) int8 and `scale` (N,) fp32. norm holds `weight` (D,) fp32, D a
+    divisor of K, and `eps`; None: n(x) = x. gate (B, K): n(x) times silu(gate). residual (B, N). Returns (B, N) in x's
     dtype. No gradient.
     """
     def matrix(m):
         return (m.q, m.scale) if hasattr(m, "q") else (None if m is None else m.weight, None)
-    (B, K), (w, scale), (weight, eps) = x.shape, matrix(linear), (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    N, D = len(w), K if norm is None else len(weight)
+    (B, K), (w, scale) = x.shape, matrix(linear)
+    N, D = len(w), K if norm is None else len(norm.weight)
     assert w.shape[1] == K and K % D == 0, f"W has {w.shape[1]} columns and x {K}, in groups of {D}"
-    y, BB = x.new_empty(B, N), min(64, max(16, triton.next_power_of_2(B)))
-    BN, most = (16, 256) if BB == 16 else (32, 64)
+    y, (BB, BN, BK) = x.new_empty(B, N), (16, 16, 256) if B <= 16 else (32, 32, 128)
     with torch.cuda.device_of(x):
         linear_step_kernel[triton.cdiv(N, BN), triton.cdiv(B, BB)](
-            x, w, scale, *matrix(pair), weight, gate, residual, y, eps, B, N, K, D, BB=BB, BN=BN,
-            BK=min(most, max(16, triton.next_power_of_2(D))), num_warps=4, num_stages=3)
+            x, w, scale, *matrix(pair), norm and norm.weight, gate, residual, y, norm.eps if norm else 0.0, B, N, K, D,
+            BB=BB, BN=BN, BK=min(BK, max(16, triton.next_power_of_2(D))), num_warps=4, num_stages=4)
     return y
 
 def step_inputs(p, H, K, V, unit, conv=(None, None), low=(None, None), gates=(None, None, None)):
     """
-    A step's arguments, contiguous, from a token's projections p (B, at least H (K + K + V)): q, k (B, H, K), v (B, H, V) in
-    p's dtype after the short convolution conv = (past (B, size - 1, H (K + K + V)), taps (H (K + K + V), size)), fp32, whose
-    past is updated in place; q and k of unit length with `unit`; and in fp32 either g (B, H, K) from low = (weight (H K, rank),
-    bias (H K,)) or g, beta (B, H) from gates = (ab (B, 2 H), A_log, dt_bias (H,)). No gradient.
+    A step's arguments, contiguous, from a token's projections p (B, H (K + K + V) + rank): q, k (B, H, K), v (B, H, V) in
+    p's dtype, after the short convolution conv = (past (B, size - 1, H (K + K + V)), taps (H (K + K + V), size)), fp32,
+    whose past is updated in place, q and k of unit length with `unit`. With them in fp32: g (B, H, K) of GLA by low =
+    (weight (H K, rank), bias (H K,)), or g, beta (B, H) of GDN by gates = (ab (B, 2 H), A_log, dt_bias (H,)). No gradient.
     """
-    B, (past, taps) = len(p), conv
+    (past, taps), B, rank = conv, len(p), 0 if low[0] is None else low[0].shape[1]
     q, k, v = (p.new_empty(B, H, D) for D in (K, K, V))
-    g = [p.new_empty(size, dtype=torch.float32) for size in ([(B, H, K)] if low[0] is not None else [(B, H), (B, H)])]
+    g = [p.new_empty(size, dtype=torch.float32) for size in ([(B, H, K)] if rank else [(B, H), (B, H)])]
     with torch.cuda.device_of(p):
         step_inputs_kernel[(B, 3 * H)](
             p, past, taps, *low, *gates, q, k, v, g[0], g[-1], p.shape[1], SIZE=0 if taps is None else taps.shape[1],
-            UNIT=unit, H=H, K=K, V=V, RANK=0 if low[0] is None else low[0].shape[1],
-            BD=triton.next_power_of_2(max(K, V)), num_warps=4)
+            UNIT=unit, H=H, K=K, V=V, RANK=rank, BD=triton.next_power_of_2(max(K, V)), num_warps=4)
     return q, k, v, *g

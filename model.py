@@ -264,7 +264,7 @@ class Attention(nn.Module):
         return self.out_proj(self.attend(self.in_proj(x), state))
 
     def attend(self, qkv, state=None):
-        """(B, T, H V) of queries, keys and values (B, T, H (K + K + V)), which continue `state` where one is given."""
+        """(B, T, H V) of queries, keys and values (B, T, H (K + K + V)), which continue `state` if there is one."""
         T, (q, k, v) = qkv.shape[1], heads(qkv, self.dims, None, False, None, None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2) # (B, H, T, K), (B, H, T, K), (B, H, T, V)
         past = 0 if state is None else state["length"]
@@ -384,8 +384,8 @@ class LM(nn.Module):
 
     def step(self, token, state):
         """
-        Logits (B, vocab_size) after one more token (B,) of each sequence, on a GPU and without gradients: forward in seven
-        launches a layer with gla, eight with gdn (kernels.py, "one token through a block").
+        Logits (B, vocab_size) after one more token (B,) of each sequence, on a GPU and without gradients: forward in
+        seven launches a layer with gla, eight with gdn (kernels.py, "one token through a block").
         """
         from kernels import gated_delta_rule_step, gla_step, linear_step, step_inputs
         x = self.embed(token) # (B, C)

@@ -6,7 +6,10 @@ recurrent state, whose size does not depend on how much it has read.
     python sample.py --out_dir=out/gla_340m --prompt="The sea" --num_samples=3
     python sample.py --prompt=@story.txt --temperature=0                # the prompt from a file; the likeliest token each time
 
-The text goes to stdout as it is drawn, speeds to stderr. Ctrl-C ends it.
+    python sample.py --prompt="The sea" --num_samples=64 --int8=True    # 64 continuations at once, weights in 8 bits
+
+Samples of one prompt are drawn together, up to 64 at a time: the first is shown as it is drawn, the others when all have
+ended. Several prompts are several runs. The text goes to stdout, speeds to stderr. Ctrl-C ends it.
 """
 import os
 import signal
@@ -41,11 +44,11 @@ class SampleConfig:
     temperature: float = 0.8 # 0: always the likeliest token
     top_k: int = 200 # draw from the k likeliest tokens, 0: from all
     top_p: float = 1.0 # draw from the likeliest tokens that make up this share of the probability
-    seed: int = 1337 # a seed gives the same samples where num_samples, the device and the libraries are the same
-    int8: bool = False # weights in 8 bits: half the memory, less to read per token
+    seed: int = 1337 # the same samples on the same device, if num_samples is the same
+    int8: bool = False # weights in 8 bits: half the memory of bf16, less to read per token
 
-# tokens of a prompt read at once, multiples of the chunk of 64: the pieces then give the state of one pass. On a GPU as many
-# as hide the host's launches: about 1 GB for a 340M model
+# tokens of a prompt read at once, multiples of the chunk of 64: the pieces then give the state of one pass. On a GPU as
+# many as hide the launches: about 1 GB for a 340M model
 PIECE = {"cpu": 4096, "cuda": 32_768}
 BATCH = 64 # samples drawn at once
 
@@ -66,7 +69,7 @@ def load_model(checkpoint, path, device, int8):
     return for_inference(model, device, int8)
 
 class Int8(nn.Module):
-    """A linear layer or an embedding whose matrix is kept as int8 with a scale per row, and made back where it is read."""
+    """A linear layer or an embedding whose matrix is kept as int8 with a scale per row; `weight` makes it anew."""
     def __init__(self, module, dtype):
         super().__init__()
         self.dtype, self.lookup = dtype, isinstance(module, nn.Embedding)
@@ -79,7 +82,9 @@ class Int8(nn.Module):
         return (self.q * self.scale[:, None]).to(self.dtype)
 
     def forward(self, x):
-        return (self.q[x] * self.scale[x][..., None]).to(self.dtype) if self.lookup else F.linear(x, self.weight)
+        if self.lookup:
+            return (self.q[x] * self.scale[x][..., None]).to(self.dtype)
+        return F.linear(x, self.weight)
 
 class FusedRMSNorm(RMSNorm):
     def forward(self, x, gate=None):
@@ -88,8 +93,8 @@ class FusedRMSNorm(RMSNorm):
 
 def for_inference(model, device, int8=False):
     """
-    The model on its device; on a GPU its matrices are bf16. With int8 they are in 8 bits, but for the 0.2% that make the
-    decay, whose errors would compound. A_log, dt_bias, norms and convolutions stay fp32.
+    The model on its device; on a GPU its matrices are bf16. With int8 they are in 8 bits, but for decay_proj and ab_proj,
+    0.1% of them: errors of the decay compound. A_log, dt_bias, norms and convolutions stay fp32.
     """
     model.to(device).eval().requires_grad_(False)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -176,7 +181,7 @@ class Decoder:
         self.token.copy_(choose(logits[:, :self.n_vocab], *self.how)) # rows beyond n_vocab only pad the embedding
 
     def start(self, state, logits):
-        """Every row goes on from prefill's results, of one row or of as many, which stay as they are; draws the first token."""
+        """Each row goes on from prefill's results, of as many rows or of one, which stay as they are; draws a token."""
         batch = len(self.token)
         for mine, given in zip(self.state, state):
             for name, x in given.items():
@@ -190,7 +195,7 @@ class Decoder:
         self.forward() if self.graph is None else self.graph.replay()
 
 def generate(decoder, state, logits, max_new_tokens, eot):
-    """Yields the tokens that follow a prefill, a list of one for each row: None in a row that has met eot, until all have."""
+    """Yields the tokens that follow a prefill, a list of one a row: None in a row that has met eot, until all have."""
     decoder.start(state, logits)
     ended = set()
     for i in range(max_new_tokens):
@@ -234,7 +239,8 @@ def main():
     model, tokenizer = load_model(checkpoint, path, device, cfg.int8), load_tokenizer(checkpoint["tokenizer"])
     tokens = [tokenizer.eot_token, *tokenizer.encode_ordinary(text)] # every document of the training data starts with eot
     n_params = sum(x.numel() for x in checkpoint["model"].values())
-    say(f"{path}: {model.cfg.mixer}, {n_params:,} parameters in {weight_bytes(model) / 1e6:,.1f} MB, on {device}")
+    size = f"{n_params:,} parameters in {weight_bytes(model) / 1e6:,.1f} MB"
+    say(f"{path}: {model.cfg.mixer}, {size}, on {device}")
 
     start = time.perf_counter()
     state, logits = prefill(model, torch.tensor([tokens], device=device))
@@ -251,7 +257,8 @@ def main():
         for first in range(0, cfg.num_samples, batch):
             print(("-" * 80 + "\n" if first > 0 else "") + shown, end="", flush=True)
             texts = [[] for _ in range(min(batch, cfg.num_samples - first))]
-            utf8 = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in texts] # a character may span several tokens
+            # a character may span several tokens
+            utf8 = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in texts]
             for tokens in generate(decoder, state, logits, cfg.max_new_tokens, tokenizer.eot_token):
                 for row, token in enumerate(tokens[:len(texts)]):
                     if token is not None:
@@ -261,7 +268,8 @@ def main():
                     print(texts[0][-1], end="", flush=True)
             print(utf8[0].decode(b"", final=True), flush=True)
             for row in range(1, len(texts)):
-                print("-" * 80 + "\n" + shown + "".join(texts[row]) + utf8[row].decode(b"", final=True), flush=True)
+                rest = "".join(texts[row]) + utf8[row].decode(b"", final=True)
+                print("-" * 80 + "\n" + shown + rest, flush=True)
     finally: # also after Ctrl-C
         speed, size = drawn / (time.perf_counter() - start), state_bytes(decoder.state) / batch
         say(f"\nsamples: {drawn:,} tokens drawn at {speed:,.0f} tok/s, state {size / 1e6:,.3f} MB a sample")

@@ -620,7 +620,8 @@ class Holder:
 # fp32 sums in another order; bf16: x and n(x) are rounded
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * GPU)
 @pytest.mark.parametrize("int8", [False, True], ids=["wide", "int8"])
-@pytest.mark.parametrize("B, N, K, D", [(1, 20, 300, 300), (70, 33, 144, 72)] + [(1, 1024, 1024, 256), (64, 2064, 1024, 1024)] * GPU)
+@pytest.mark.parametrize("B, N, K, D", [(1, 20, 300, 300), (40, 33, 288, 144)]
+                         + [(1, 1024, 1024, 256), (16, 2064, 1024, 1024), (64, 5120, 1024, 1024), (65, 1024, 1536, 256)] * GPU)
 def test_linear_step(B, N, K, D, int8, dtype, tol):
     """Every part of a product at once: groups of several blocks, ragged rows, columns and batch."""
     from kernels import linear_step, rms_norm

@@ -1094,7 +1094,7 @@ def test_greedy_decoding_equals_full_forwards(mixer):
         decoder = sample.Decoder(model, 1, 257, temperature=0, top_k=0, top_p=1)
         state, logits = sample.prefill(model, torch.tensor([tokens]))
         got = [token for token, in sample.generate(decoder, state, logits, n, eot=-1)]
-        # position by position the likeliest after the tokens up to it: by induction what full forwards would have chosen
+        # at each position the likeliest token after those up to it: by induction what full forwards would have chosen
         full = model(torch.tensor([tokens + got[:-1]]))[0][0, length - 1:, :257].argmax(-1).tolist()
         assert got == full and len(got) == n and len(set(got)) >= 5, length
 
@@ -1207,11 +1207,11 @@ def test_sample_reads_long_prompts_from_a_file(outs, tmp_path):
 def test_sample_ends_at_eot(tmp_path):
     model = small_model("gla")
     model.embed.weight[:257] *= 0.01
-    model.embed.weight[256] *= 1e4 # whatever the model reads, eot or byte 254 follow, or bytes 253 or 255, by a product's sign
+    model.embed.weight[256] *= 1e4 # eot or byte 254 follow, or bytes 253 or 255, by a product's sign
     model.embed.weight[254] = model.embed.weight[256]
     model.embed.weight[253] = model.embed.weight[255] = -model.embed.weight[256]
     save_checkpoint(tmp_path, model)
-    p = sample(tmp_path, "--max_new_tokens=10000", "--temperature=1", "--top_k=2", "--num_samples=70") # in two batches
+    p = sample(tmp_path, "--max_new_tokens=10000", "--temperature=1", "--top_k=2", "--num_samples=70") # two batches
     assert p.returncode == 0, p.stderr
     texts = p.stdout.split("-" * 80 + "\n")
     assert len(texts) == 70 and len(set(texts)) > 2
@@ -1260,7 +1260,8 @@ def test_sample_int8(memorised, whole, shards):
     checkpoint, path = train.load_checkpoint(str(whole))
     cfg = train.TrainConfig(**{**checkpoint["config"], "data_dir": shards})
     val = train.open_data(cfg)[1]["val"]
-    losses = [train.evaluate(cfg, load_model(checkpoint, path, "cpu", on), val, 0, 1, torch.device("cpu")) for on in (False, True)]
+    losses = [train.evaluate(cfg, load_model(checkpoint, path, "cpu", on), val, 0, 1, torch.device("cpu"))
+              for on in (False, True)]
     assert 0 < abs(math.exp(losses[1] - losses[0]) - 1) < 5e-3, losses
 
 def test_sample_in_a_terminal_without_unicode(memorised):
