@@ -154,13 +154,17 @@ def choose(logits, temperature, top_k, top_p):
 class Decoder:
     """
     B sequences, a token at a time: `token` (B, 1) holds their newest tokens, `state` all that came before, and step() puts
-    the next ones into `token`. On a GPU the step of a recurrent model, drawing included, is one CUDA graph.
+    the next ones into `token`. On a GPU a step, drawing included, is one CUDA graph, whose addresses are fixed: attention
+    keeps memory for `room` tokens, prompt included, and looks at all of it.
     """
-    def __init__(self, model, batch, n_vocab, temperature, top_k, top_p):
+    def __init__(self, model, batch, n_vocab, temperature, top_k, top_p, room):
         self.model, self.n_vocab, self.how = model, n_vocab, (temperature, top_k, top_p)
         self.token = torch.zeros(batch, 1, dtype=torch.int64, device=model.norm.weight.device)
         self.state, self.graph = model.init_state(batch), None
-        if self.token.is_cuda and model.cfg.mixer != "attention": # its cache grows, and a graph has fixed addresses
+        if self.token.is_cuda:
+            if model.cfg.mixer == "attention":
+                room = max(8, -room // 8 * -8) # SDPA copies a mask of other sizes
+                self.state = [block.mixer.fixed_state(batch, room, torch.bfloat16, "cuda") for block in model.blocks]
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()): # a graph must not be the first to run a kernel
                 for _ in range(3):
@@ -185,10 +189,14 @@ class Decoder:
         batch = len(self.token)
         for mine, given in zip(self.state, state):
             for name, x in given.items():
-                if self.graph is not None:
-                    mine[name].copy_(x)
-                else:
+                if self.graph is None:
                     mine[name] = x.expand(batch, *x.shape[1:]).clone() if torch.is_tensor(x) else x
+                elif name == "length":
+                    mine[name].fill_(x)
+                elif name in ("k", "v"):
+                    mine[name][:, :, :given["length"]] = x[:, :, :given["length"]]
+                else:
+                    mine[name].copy_(x)
         self.draw(logits.expand(batch, -1))
 
     def step(self):
@@ -249,7 +257,8 @@ def main():
     say(f"prompt: {len(tokens):,} tokens read at {speed:,.0f} tok/s")
 
     batch = math.ceil(cfg.num_samples / math.ceil(cfg.num_samples / BATCH))
-    decoder = Decoder(model, batch, tokenizer.n_vocab, cfg.temperature, cfg.top_k, cfg.top_p)
+    how = cfg.temperature, cfg.top_k, cfg.top_p
+    decoder = Decoder(model, batch, tokenizer.n_vocab, *how, room=len(tokens) + cfg.max_new_tokens)
     torch.manual_seed(cfg.seed)
     sys.stdout.reconfigure(errors="replace") # for a terminal that lacks a character
     shown, drawn, start = "" if cfg.prompt.startswith("@") else text, 0, time.perf_counter()

@@ -1091,7 +1091,7 @@ def test_greedy_decoding_equals_full_forwards(mixer):
     for length in (1, 2, 3, 5, 64, 100):
         tokens = torch.randint(256, (length,), generator=torch.Generator().manual_seed(length)).tolist()
         n = 256 if length == 5 else 32
-        decoder = sample.Decoder(model, 1, 257, temperature=0, top_k=0, top_p=1)
+        decoder = sample.Decoder(model, 1, 257, temperature=0, top_k=0, top_p=1, room=0)
         state, logits = sample.prefill(model, torch.tensor([tokens]))
         got = [token for token, in sample.generate(decoder, state, logits, n, eot=-1)]
         # at each position the likeliest token after those up to it: by induction what full forwards would have chosen
@@ -1121,7 +1121,7 @@ def test_samples_do_not_disturb_each_other_and_memory_is_constant():
     model = small_model("gdn")
     state, logits = sample.prefill(model, torch.tensor([[256, 65]]))
     size = sample.state_bytes(state)
-    decoder = sample.Decoder(model, 1, 257, temperature=0, top_k=0, top_p=1)
+    decoder = sample.Decoder(model, 1, 257, temperature=0, top_k=0, top_p=1, room=0)
     first = list(sample.generate(decoder, state, logits, 100, eot=-1))
     assert list(sample.generate(decoder, state, logits, 100, eot=-1)) == first
     assert sample.state_bytes(sample.prefill(model, torch.zeros(1, 500, dtype=torch.int64))[0]) == size
@@ -1135,12 +1135,12 @@ def test_a_batch_gives_each_row_its_own_tokens(mixer):
     model = small_model(mixer)
     prompts = torch.randint(256, (3, 20), generator=torch.Generator().manual_seed(0))
     def greedy(tokens, rows, n=40):
-        decoder = Decoder(model, rows, 257, temperature=0, top_k=0, top_p=1)
+        decoder = Decoder(model, rows, 257, temperature=0, top_k=0, top_p=1, room=0)
         return torch.tensor(list(generate(decoder, *prefill(model, tokens), n, eot=-1))).T.tolist()
     alone = [greedy(p[None], 1)[0] for p in prompts]
     assert greedy(prompts, 3) == alone and greedy(prompts[:1], 2) == [alone[0], alone[0]]
     eot = alone[0][5] # and a row that has ended stays so while the others go on
-    decoder = Decoder(model, 3, 257, temperature=0, top_k=0, top_p=1)
+    decoder = Decoder(model, 3, 257, temperature=0, top_k=0, top_p=1, room=0)
     for row, got in enumerate(zip(*generate(decoder, *prefill(model, prompts), 40, eot))):
         length = (alone[row] + [eot]).index(eot)
         assert list(got) == alone[row][:length] + [None] * (len(got) - length)
@@ -1171,7 +1171,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(tmp_path):
     state, logits = prefill(model, torch.tensor([[256]]))
     assert logits.argmax() >= 257
     for temperature in (0, 1.0, 5.0):
-        decoder = Decoder(model, 1, 257, temperature, top_k=320, top_p=1)
+        decoder = Decoder(model, 1, 257, temperature, top_k=320, top_p=1, room=0)
         assert max(token for token, in generate(decoder, state, logits, 300, eot=-1)) < 257
     save_checkpoint(tmp_path, model)
     assert sample(tmp_path, "--temperature=5", "--top_k=0").returncode == 0
@@ -1201,7 +1201,7 @@ def test_sample_reads_long_prompts_from_a_file(outs, tmp_path):
         if mixer != "attention": # quadratic: seconds
             model = small_model(mixer)
             state, logits = prefill(model, torch.tensor([[256, *text.encode()]]), piece=20_000)
-            tokens = generate(Decoder(model, 1, 257, 0, 0, 1), state, logits, 4, eot=256)
+            tokens = generate(Decoder(model, 1, 257, 0, 0, 1, 0), state, logits, 4, eot=256)
             assert p.stdout == bytes(token for token, in tokens).decode(errors="replace") + "\n"
 
 def test_sample_ends_at_eot(tmp_path):
