@@ -5,7 +5,6 @@ recurrent state, whose size does not depend on how much it has read.
     python sample.py                                                    # the newest checkpoint under out/
     python sample.py --out_dir=out/gla_340m --prompt="The sea" --num_samples=3
     python sample.py --prompt=@story.txt --temperature=0                # the prompt from a file; the likeliest token each time
-
     python sample.py --prompt="The sea" --num_samples=64 --int8=True    # 64 continuations at once, weights in 8 bits
 
 Samples of one prompt are drawn together, up to 64 at a time: the first is shown as it is drawn, the others when all have
@@ -163,7 +162,7 @@ class Decoder:
         self.state, self.graph = model.init_state(batch), None
         if self.token.is_cuda:
             if model.cfg.mixer == "attention":
-                room = max(8, -room // 8 * -8) # SDPA copies a mask of other sizes
+                room = max(16, -room // 16 * -16) # SDPA copies masks of other sizes
                 self.state = [block.mixer.fixed_state(batch, room, torch.bfloat16, "cuda") for block in model.blocks]
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()): # a graph must not be the first to run a kernel
@@ -265,20 +264,19 @@ def main():
     try:
         for first in range(0, cfg.num_samples, batch):
             print(("-" * 80 + "\n" if first > 0 else "") + shown, end="", flush=True)
-            texts = [[] for _ in range(min(batch, cfg.num_samples - first))]
-            # a character may span several tokens
-            utf8 = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in texts]
-            for tokens in generate(decoder, state, logits, cfg.max_new_tokens, tokenizer.eot_token):
-                for row, token in enumerate(tokens[:len(texts)]):
+            utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") # a character may span several tokens
+            texts = [b""] * min(batch, cfg.num_samples - first)
+            for row_tokens in generate(decoder, state, logits, cfg.max_new_tokens, tokenizer.eot_token):
+                for row, token in enumerate(row_tokens[:len(texts)]):
                     if token is not None:
                         drawn += 1
-                        texts[row].append(utf8[row].decode(tokenizer.decode_single_token_bytes(token)))
-                if tokens[0] is not None: # the first sample is shown as it comes
-                    print(texts[0][-1], end="", flush=True)
-            print(utf8[0].decode(b"", final=True), flush=True)
-            for row in range(1, len(texts)):
-                rest = "".join(texts[row]) + utf8[row].decode(b"", final=True)
-                print("-" * 80 + "\n" + shown + rest, flush=True)
+                        piece = tokenizer.decode_single_token_bytes(token)
+                        texts[row] += piece
+                        if row == 0: # shown as it comes
+                            print(utf8.decode(piece), end="", flush=True)
+            print(utf8.decode(b"", final=True), flush=True)
+            for other in texts[1:]:
+                print("-" * 80 + "\n" + shown + other.decode(errors="replace"), flush=True)
     finally: # also after Ctrl-C
         speed, size = drawn / (time.perf_counter() - start), state_bytes(decoder.state) / batch
         say(f"\nsamples: {drawn:,} tokens drawn at {speed:,.0f} tok/s, state {size / 1e6:,.3f} MB a sample")

@@ -1360,7 +1360,7 @@ KEYS = {"machine": "device torch python triton fla cuda",
         "ceilings": "copy_gb_s matmul_tflops dtype",
         "kernels": "op shape pass dtype ms p10 p90 first_s bytes flops gb_s copy tflops matmul ratio",
         "train": "model mixer B T dtype compile params ms p10 p90 first_s tok_s tflops mfu matmul peak_gb",
-        "sample": "model mixer dtype pass batch context ms p10 p90 first_s tok_s",
+        "sample": "model mixer dtype pass batch context ms p10 p90 first_s tok_s weights_mb",
         "memory": "model mixer B T checkpoint_blocks saved_gb state_mb"}
 
 @pytest.mark.parametrize("table", KEYS)
@@ -1393,6 +1393,8 @@ def test_bench_figures_agree(bench_rows):
         assert row["tok_s"] == pytest.approx(2 * 64 / row["ms"] * 1000)
     for row in tables["sample"]:
         assert row["tok_s"] == pytest.approx(row["batch"] * (row["context"] if row["pass"] == "prefill" else 1) / row["ms"] * 1000)
+    weights = {(row["mixer"], row["dtype"]): row["weights_mb"] for row in tables["sample"]}
+    assert len(weights) == 6 and all(weights[mixer, "int8"] < 0.4 * weights[mixer, "float32"] for mixer, _ in weights)
     states = {mixer: [row["state_mb"] for row in tables["memory"] if row["mixer"] == mixer] for mixer in ("gla", "gdn", "attention")}
     assert states["gla"] == 4 * [4 * 2 * 8 * 8 / 1e6] # fp32 S
     assert states["gdn"] == 4 * [4 * (2 * 8 * 8 + 3 * 48) / 1e6] # and convolutions
