@@ -1404,13 +1404,14 @@ def linear_cross_entropy(x, weight, targets):
 # ----------------------------------------------------------------------------------------------------------------------
 # one token through a block, and norms without gradients
 #
-# With one token a sequence a product W x is bound by reading W, and a launch takes about 2 us, in which an H200 reads 8 MB.
-# So what stands before and after a product is done in its kernel, and a block is seven launches (GDN's a and b: eight):
+# With one token a sequence a product W x is bound by reading W, and a launch takes about 2 us, in which an H200 reads
+# 8 MB. So what stands before and after a product is done in its kernel, and a block is seven launches (GDN's a and b:
+# eight):
 #   p = W_in n(x),   z = W_gate n(x),   q k v g from p,   o by the step,   x' = x + W_out (n(o) silu(z)),
-#   h = silu(W_1 n(x')) (W_2 n(x')),   x'' = x' + W_3 h,                                                              (1)
-# where n(x) = w x / rms(x) over groups of D inputs: the model's width, or a head's. 1 / rms is one number per group, so it
-# is put on the group's sums, and x is read once:
-#   W n(x) = sum_groups (W_group (w x_group)) / rms(x_group)                                                          (2)
+#   h = silu(W_1 n(x')) (W_2 n(x')),   x'' = x' + W_3 h,                                                             (1)
+# where n(x) = w x / rms(x) over groups of D inputs: the model's width, or a head's. 1 / rms is one number per group, so
+# it is put on the group's sums, and x is read once:
+#   W n(x) = sum_groups (W_group (w x_group)) / rms(x_group)                                                         (2)
 # W is in x's dtype, or int8 with a scale per row: int8 is exact in bf16, so the scale, too, is put on the sums.
 
 @triton.jit
@@ -1530,10 +1531,10 @@ def rms_norm(x, weight, eps, gate=None):
 
 def linear_step(x, linear, norm=None, gate=None, pair=None, residual=None):
     """
-    A product of (1): W n(x) + residual, or silu(W n(x)) (W2 n(x)) where `pair` has W2. x (B, K), bf16 or fp32. linear and
-    pair hold `weight` (N, K) in x's dtype, or `q` (N, K) int8 and `scale` (N,) fp32. norm holds `weight` (D,) fp32, D a
-    divisor of K, and `eps`; None: n(x) = x. gate (B, K): n(x) times silu(gate). residual (B, N). Returns (B, N) in x's
-    dtype. No gradient.
+    A product of (1): W n(x) + residual, or silu(W n(x)) (W2 n(x)) where `pair` has W2. x (B, K), bf16 or fp32. linear
+    and pair hold `weight` (N, K) in x's dtype, or `q` (N, K) int8 and `scale` (N,) fp32. norm holds `weight` (D,) fp32,
+    D a divisor of K, and `eps`; None: n(x) = x. gate (B, K): n(x) times silu(gate). residual (B, N). Returns (B, N) in
+    x's dtype. No gradient.
     """
     def matrix(m):
         return (m.q, m.scale) if hasattr(m, "q") else (None if m is None else m.weight, None)
@@ -1549,10 +1550,11 @@ def linear_step(x, linear, norm=None, gate=None, pair=None, residual=None):
 
 def step_inputs(p, H, K, V, unit, conv=(None, None), low=(None, None), gates=(None, None, None)):
     """
-    A step's arguments, contiguous, from a token's projections p (B, H (K + K + V) + rank): q, k (B, H, K), v (B, H, V) in
-    p's dtype, after the short convolution conv = (past (B, size - 1, H (K + K + V)), taps (H (K + K + V), size)), fp32,
-    whose past is updated in place, q and k of unit length with `unit`. With them in fp32: g (B, H, K) of GLA by low =
-    (weight (H K, rank), bias (H K,)), or g, beta (B, H) of GDN by gates = (ab (B, 2 H), A_log, dt_bias (H,)). No gradient.
+    A step's arguments, contiguous, from a token's projections p (B, H (K + K + V) + rank): q, k (B, H, K), v (B, H, V)
+    in p's dtype, after the short convolution conv = (past (B, size - 1, H (K + K + V)), taps (H (K + K + V), size)) in
+    fp32, whose past is updated in place, q and k of unit length with `unit`. With them in fp32: g (B, H, K) of GLA by
+    low = (weight (H K, rank), bias (H K,)), or g, beta (B, H) of GDN by gates = (ab (B, 2 H), A_log, dt_bias (H,)).
+    No gradient.
     """
     (past, taps), B, rank = conv, len(p), 0 if low[0] is None else low[0].shape[1]
     q, k, v = (p.new_empty(B, H, D) for D in (K, K, V))

@@ -7,8 +7,8 @@ recurrent state, whose size does not depend on how much it has read.
     python sample.py --prompt=@story.txt --temperature=0                # the prompt from a file; the likeliest token each time
     python sample.py --prompt="The sea" --num_samples=64 --int8=True    # 64 continuations at once, weights in 8 bits
 
-Samples of one prompt are drawn together, up to 64 at a time: the first is shown as it is drawn, the others when all have
-ended. Several prompts are several runs. The text goes to stdout, speeds to stderr. Ctrl-C ends it.
+Samples of one prompt are drawn together, up to 64 at a time: the first is shown as it is drawn, the others when all
+have ended. Several prompts are several runs. The text goes to stdout, speeds to stderr. Ctrl-C ends it.
 """
 import os
 import signal
@@ -92,8 +92,8 @@ class FusedRMSNorm(RMSNorm):
 
 def for_inference(model, device, int8=False):
     """
-    The model on its device; on a GPU its matrices are bf16. With int8 they are in 8 bits, but for decay_proj and ab_proj,
-    0.1% of them: errors of the decay compound. A_log, dt_bias, norms and convolutions stay fp32.
+    The model on its device; on a GPU its matrices are bf16. With int8 they are in 8 bits, but for decay_proj and
+    ab_proj, 0.1% of them: errors of the decay compound. A_log, dt_bias, norms and convolutions stay fp32.
     """
     model.to(device).eval().requires_grad_(False)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -152,9 +152,9 @@ def choose(logits, temperature, top_k, top_p):
 
 class Decoder:
     """
-    B sequences, a token at a time: `token` (B, 1) holds their newest tokens, `state` all that came before, and step() puts
-    the next ones into `token`. On a GPU a step, drawing included, is one CUDA graph, whose addresses are fixed: attention
-    keeps memory for `room` tokens, prompt included, and looks at all of it.
+    B sequences, a token at a time: `token` (B, 1) holds their newest tokens, `state` all that came before, and step()
+    puts the next ones into `token`. On a GPU a step, drawing included, is one CUDA graph, whose addresses are fixed:
+    attention keeps memory for `room` tokens, prompt included, and looks at all of it.
     """
     def __init__(self, model, batch, n_vocab, temperature, top_k, top_p, room):
         self.model, self.n_vocab, self.how = model, n_vocab, (temperature, top_k, top_p)

@@ -620,8 +620,8 @@ class Holder:
 # fp32 sums in another order; bf16: x and n(x) are rounded
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * GPU)
 @pytest.mark.parametrize("int8", [False, True], ids=["wide", "int8"])
-@pytest.mark.parametrize("B, N, K, D", [(1, 20, 300, 300), (40, 33, 288, 144)]
-                         + [(1, 1024, 1024, 256), (16, 2064, 1024, 1024), (64, 5120, 1024, 1024), (65, 1024, 1536, 256)] * GPU)
+@pytest.mark.parametrize("B, N, K, D", [(1, 20, 300, 300), (40, 33, 288, 144)] + [
+    (1, 1024, 1024, 256), (16, 2064, 1024, 1024), (64, 5120, 1024, 1024), (65, 1024, 1536, 256)] * GPU)
 def test_linear_step(B, N, K, D, int8, dtype, tol):
     """Every part of a product at once: groups of several blocks, ragged rows, columns and batch."""
     from kernels import linear_step, rms_norm
@@ -890,8 +890,8 @@ def test_decay_parameters_stay_fp32_and_finite():
 @torch.no_grad()
 def test_generation_on_gpu(name, int8):
     """
-    Logits in a batch within 2e-2 of those alone, and within 4e-2 of fp32's: these models have large weights, and PyTorch's
-    own layers in bf16 on a CPU are up to 2.7e-2 off. A graph's tokens are those of the steps that it holds.
+    Logits in a batch within 2e-2 of those alone, and within 4e-2 of fp32's: these models have large weights, and
+    PyTorch's own layers in bf16 on a CPU are up to 2.7e-2 off. A graph's tokens are those of the steps that it holds.
     """
     from sample import Decoder, for_inference, prefill
     mine, ref = for_inference(small_model(name), "cuda", int8), for_inference(small_model(name), "cpu", int8)
