@@ -388,8 +388,8 @@ DRAW = 0.8, 200, 1.0 # temperature, top_k, top_p
 def bench_sample(report, cfgs, copy, matmul):
     report.table("sample", f"""generation, matrices in {DTYPE} or int8, drawing with top_k=200 included. prefill:
 reading `context` tokens of a prompt; decode: a token for each of `batch` sequences after `context` tokens, on a GPU as
-one CUDA graph (FLA: kernel by kernel, as it generates); weights: of the model; state: of a sequence (attention: room for
-`context` + 300 tokens)""",
+one CUDA graph (FLA: kernel by kernel, as it generates); weights: of the model; state: of a sequence (attention: with room
+for `context` + 300 tokens)""",
                  "model:<22 pass:<8 batch:>6d context:>8d ms:>8.3f p10:>8.3f p90:>8.3f first_s:>7.2f tok_s:>9,.0f"
                  " weights_mb:>10.2f state_mb:>9.3f")
     short, long, many, n = (100, 100_000, 64, 131_072) if CUDA else (16, 1024, 8, 1024)
