@@ -441,7 +441,10 @@ saved_gb: kept between forward and backward; state_mb: what generation carries o
 # curves
 
 def plot(path, pattern):
-    """Training loss (line) and validation loss (dots) over tokens, of every log.jsonl that `pattern` matches."""
+    """
+    Of every log.jsonl that `pattern` matches: training loss (line) and validation loss (dots) over tokens, and, where
+    train.py --eval_only=True has added it, validation loss by position.
+    """
     logs = sorted(glob.glob(pattern, recursive=True))
     if not logs:
         sys.exit(f"--logs={pattern}: no such file")
@@ -450,7 +453,7 @@ def plot(path, pattern):
     import matplotlib
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, (axes, by_position) = plt.subplots(1, 2, figsize=(14, 5))
     for log in logs:
         with open(log) as f:
             try:
@@ -462,9 +465,14 @@ def plot(path, pattern):
         name = os.path.basename(os.path.dirname(log)) or log
         line, = axes.plot(*curve("loss"), linewidth=1, label=name)
         axes.plot(*curve("val_loss"), "o", color=line.get_color())
+        for points in [r["val_loss_by_position"] for r in records if r.get("val_loss_by_position")][-1:]: # the newest
+            ends, losses, _ = np.array(points, dtype=float).T # null becomes NaN, a gap
+            by_position.plot(ends, losses, "o-", color=line.get_color())
     axes.set(xlabel="tokens, millions", ylabel="loss, nats a token (dots: validation)")
+    by_position.set(xlabel="position up to, tokens", ylabel="validation loss, nats a token", xscale="log")
     axes.legend()
     axes.grid(alpha=0.3)
+    by_position.grid(alpha=0.3)
     try:
         figure.savefig(path, dpi=150, bbox_inches="tight")
     except (OSError, ValueError) as error:
