@@ -90,7 +90,7 @@ def test_config_refuses(tmp_path, arg, sentence):
         config.load(Settings, [arg])
     assert e.value.code == sentence
 
-@pytest.mark.parametrize("name", ["tiny", "gla_340m", "gdn_340m", "transformer_340m"])
+@pytest.mark.parametrize("name", sorted(p.stem for p in pathlib.Path(ROOT, "config").glob("[!_]*.py")))
 def test_config_files(name):
     """Every config loads, passes the checks on its GPUs, and the 340M ones have their parameters."""
     cfg = config.load(train.TrainConfig, [os.path.join(ROOT, "config", name + ".py")])
@@ -100,6 +100,9 @@ def test_config_files(name):
         assert (cfg.data_dir, cfg.out_dir) == ("data/slimpajama-gpt2", "out/" + name)
         with torch.device("meta"):
             assert abs(train.LM(cfg).num_params() / 340e6 - 1) < 0.01
+    if "paper" in name: # what the papers print
+        assert (cfg.learning_rate, cfg.min_lr, cfg.weight_decay, cfg.grad_clip) == (3e-4, 3e-5, 0.01, 1.0)
+        assert (cfg.total_tokens, cfg.warmup_tokens) == (15_000_000_000, 500_000_000)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # prepare.py
