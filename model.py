@@ -223,6 +223,8 @@ def heads(qkv, dims, conv, unit_length, segment_ids, state):
     else:
         if conv is not None:
             qkv = conv(qkv, segment_ids)
+        elif unit_length:
+            qkv = F.silu(qkv)
         q, k, v = (x.unflatten(-1, (H, -1)) for x in qkv.split([H * K, H * K, H * V], -1))
         if unit_length:
             q, k = unit(q), unit(k)
