@@ -851,6 +851,8 @@ def test_model_on_gpu_equals_cpu(name, compiled):
 #
 # On a CPU FLA's Triton kernels run in the interpreter, beside model.py's definitions; on a GPU beside kernels.py, but
 # for FLA's gated delta rule, whose backward is wrong on Hopper with Triton 3.4 to 3.7.0: its time loop stands in there.
+# The functions are the same. What differs: our q, k, v (and what GLA's gate reads) come from one stacked projection and
+# convolution; the head is always tied; under autocast our gates stay fp32; first values differ (model.init_weights).
 
 FLA_NAMES = { # of each parameter of our block i: FLA's in layer i, stacked along the rows where there are several
     "mixer_norm.weight": "attn_norm.weight",
@@ -875,7 +877,7 @@ FLA_GLA_NAMES = {**FLA_NAMES,
 }
 
 def fla_names(name, mixer):
-    """FLA's names of what our parameter `name` stacks; lm_head.weight is not among them, FLA's must be tied as ours is."""
+    """FLA's names of what our parameter `name` stacks. lm_head.weight is none of them: it must be the embedding."""
     if not name.startswith("blocks."):
         return [{"embed.weight": "model.embeddings.weight", "norm.weight": "model.norm.weight"}[name]]
     _, i, name = name.split(".", 2)
@@ -908,7 +910,7 @@ def published(request, monkeypatch):
     H, K, V, C = cfg.n_head, cfg.d_key, cfg.d_value, cfg.n_embd
     common = dict(hidden_size=C, num_heads=H, intermediate_size=cfg.d_mlp, num_hidden_layers=cfg.n_layer,
                   vocab_size=cfg.vocab_size, norm_eps=cfg.norm_eps, use_short_conv=cfg.conv_size > 0,
-                  conv_size=cfg.conv_size, tie_word_embeddings=True, fuse_cross_entropy=GPU)
+                  conv_size=cfg.conv_size, tie_word_embeddings=True, fuse_cross_entropy=False)
     torch.manual_seed(0)
     if cfg.mixer == "gla":
         theirs = fla.GLAForCausalLM(fla.GLAConfig(expand_k=H * K / C, expand_v=H * V / C, **common))
@@ -926,16 +928,16 @@ def fla_time_loop(q, k, v, g, beta, A_log, dt_bias, **kwargs):
     """What FLA's layer calls in training, by FLA's own naive functions."""
     from fla.ops.gated_delta_rule.gate import naive_gdn_gate
     from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule
-    q, k = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)) # as FLA's l2norm
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q.float(), k.float())) # FLA's l2norm
     o, S = naive_recurrent_gated_delta_rule(q, k, v, beta.float().sigmoid(), naive_gdn_gate(g, A_log, dt_bias))
     return o.to(v.dtype), S
 
 def worst_token(x, ref):
-    return ((x - ref).double().norm(dim=-1) / ref.double().norm(dim=-1)).max().item()
+    return ((x.double() - ref.double()).norm(dim=-1) / ref.double().norm(dim=-1)).max().item()
 
-# relative errors of the loss, of a token's logits, of a parameter's gradient. Measured on a CPU: fp32 2e-7, 4e-6, 2e-5;
-# ours in bf16 against fp64 3e-5, 4e-2, 0.16 (A_log: 3 numbers). Not yet measured on a GPU
-PUBLISHED_TOL = {torch.float32: (1e-5, 1e-5, 1e-4), torch.bfloat16: (1e-2, 0.1, 0.3)}
+# relative errors of the loss, of the worst token's logits, of the worst parameter's gradient. On a CPU: fp32 2e-7, 9e-6,
+# 2e-5; ours in bf16 against ours in fp32 4e-4, 0.15, 0.22 (A_log, three numbers). Not yet run on a GPU
+PUBLISHED_TOL = {torch.float32: (1e-5, 2e-5, 1e-4), torch.bfloat16: (1e-2, 0.25, 0.4)}
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("published", PUBLISHED, indirect=True)
@@ -963,9 +965,9 @@ def test_published_loss_logits_and_gradients(published, dtype, monkeypatch):
 @torch.no_grad()
 def test_published_state_and_documents(published):
     theirs, ours, idx = published
-    theirs.eval() # so that up to 64 tokens go through FLA's recurrent kernels
+    theirs.eval() # so that FLA's recurrent kernels take up to 64 tokens
     state, cache, error = ours.init_state(2), None, {}
-    for piece in idx.split([70, 29, 1], 1):
+    for piece in idx.split([95, 4, 1], 1):
         ref = theirs(piece, past_key_values=cache, use_cache=True)
         cache = ref.past_key_values
         error[f"logits of {piece.shape[1]}"] = worst_token(ours(piece, state=state)[0], ref.logits)
@@ -979,4 +981,4 @@ def test_published_state_and_documents(published):
     ref = theirs(idx[:1], use_cache=False, cu_seqlens=starts)
     error["documents"] = worst_token(ours(idx[:1], segment_ids=ids)[0], ref.logits)
     print({key: f"{x:.1e}" for key, x in error.items()})
-    assert max(error.values()) <= 1e-5, error
+    assert max(error.values()) <= 2e-5, error # measured 1e-5
