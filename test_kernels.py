@@ -935,7 +935,7 @@ def fla_time_loop(q, k, v, g, beta, A_log, dt_bias, **kwargs):
 def worst_token(x, ref):
     return ((x.double() - ref.double()).norm(dim=-1) / ref.double().norm(dim=-1)).max().item()
 
-# relative errors of the loss, of the worst token's logits, of the worst parameter's gradient. On a CPU: fp32 2e-7, 9e-6,
+# relative errors of the loss, of the worst token's logits, of the worst parameter's gradient. On a CPU: fp32 3e-7, 1e-5,
 # 2e-5; ours in bf16 against ours in fp32 4e-4, 0.15, 0.22 (A_log, three numbers). Not yet run on a GPU
 PUBLISHED_TOL = {torch.float32: (1e-5, 2e-5, 1e-4), torch.bfloat16: (1e-2, 0.25, 0.4)}
 
