@@ -893,8 +893,8 @@ def carry(fla, model):
         p.copy_(torch.cat([fla[x] for x in used[name]]).view_as(p))
 
 FLA_SIZES = dict(n_layer=2, n_embd=48, n_head=3, d_key=16, d_value=32, d_mlp=80, vocab_size=64)
-PUBLISHED = {"gla": ModelConfig("gla", **FLA_SIZES), "gla with convolutions": ModelConfig("gla", **FLA_SIZES, conv_size=4),
-             "gdn": ModelConfig("gdn", **FLA_SIZES, conv_size=4), "gdn without convolutions": ModelConfig("gdn", **FLA_SIZES)}
+PUBLISHED = {f"{mixer}, convolutions of {size}": ModelConfig(mixer, conv_size=size, **FLA_SIZES)
+             for mixer in ("gla", "gdn") for size in (0, 4)}
 
 @pytest.fixture
 def published(request, monkeypatch):
