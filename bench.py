@@ -464,18 +464,7 @@ def decode_row(step, batch, context):
 @torch.no_grad()
 def fla_step(cfg, tokens):
     """FLA's model of cfg's shape after `tokens` (B, T): a function that draws one more, with its cache."""
-    cut_autotuners(cfg.fla_configs)
-    from fla.models import GatedDeltaNetConfig, GatedDeltaNetForCausalLM, GLAConfig, GLAForCausalLM
-    shape = dict(hidden_size=cfg.n_embd, num_hidden_layers=cfg.n_layer, num_heads=cfg.n_head, tie_word_embeddings=True,
-                 intermediate_size=cfg.d_mlp, vocab_size=cfg.vocab_size, use_short_conv=cfg.conv_size > 0)
-    with DEVICE:
-        if cfg.mixer == "gla":
-            expand_k, expand_v = (cfg.n_head * d / cfg.n_embd for d in (cfg.d_key, cfg.d_value))
-            model = GLAForCausalLM(GLAConfig(expand_k=expand_k, expand_v=expand_v, **shape))
-        else:
-            expand_v = cfg.d_value / cfg.d_key
-            model = GatedDeltaNetForCausalLM(GatedDeltaNetConfig(head_dim=cfg.d_key, expand_v=expand_v, **shape))
-    model.to(MATRICES).eval()
+    model = fla_model(cfg).to(MATRICES).eval()
     out = model(tokens, use_cache=True, logits_to_keep=1)
     token = choose(out.logits[:, -1], *DRAW)
     @torch.no_grad()

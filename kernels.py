@@ -1494,7 +1494,9 @@ def step_inputs_kernel(p, past, taps, low, bias, ab, A_log, dt_bias, q, k, v, g,
                 tl.store(row + (s - 1) * D, b_s, mask=m)
         if SIZE > 1:
             tl.store(row + (SIZE - 2) * D, b, mask=m)
-        b = b_y * tl.sigmoid(b_y)
+        b = b_y
+    if SIZE > 0 or UNIT: # Gated DeltaNet has the convolution's SiLU without it too
+        b *= tl.sigmoid(b)
     i = i_b * H + i_h
     if which == 2:
         tl.store(v + i * V + o, b.to(v.dtype.element_ty), mask=m)
@@ -1552,9 +1554,9 @@ def step_inputs(p, H, K, V, unit, conv=(None, None), low=(None, None), gates=(No
     """
     A step's arguments, contiguous, from a token's projections p (B, H (K + K + V) + rank): q, k (B, H, K), v (B, H, V)
     in p's dtype, after the short convolution conv = (past (B, size - 1, H (K + K + V)), taps (H (K + K + V), size)) in
-    fp32, whose past is updated in place, q and k of unit length with `unit`. With them in fp32: g (B, H, K) of GLA by
-    low = (weight (H K, rank), bias (H K,)), or g, beta (B, H) of GDN by gates = (ab (B, 2 H), A_log, dt_bias (H,)).
-    No gradient.
+    fp32, whose past is updated in place; with `unit` q and k of unit length, and SiLU without a convolution too. With
+    them in fp32: g (B, H, K) of GLA by low = (weight (H K, rank), bias (H K,)), or g, beta (B, H) of GDN by gates =
+    (ab (B, 2 H), A_log, dt_bias (H,)). No gradient.
     """
     (past, taps), B, rank = conv, len(p), 0 if low[0] is None else low[0].shape[1]
     q, k, v = (p.new_empty(B, H, D) for D in (K, K, V))
