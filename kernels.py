@@ -50,6 +50,9 @@ def check(q, k, v, gates, state, segment_ids=None):
         assert x.dtype in dtypes, f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}"
         assert x.device == q.device, f"{name} is on {x.device} and q on {q.device}"
 
+def cdiv(a, b):
+    return -(-a // b) # triton.cdiv, which kernels can call too, takes 5 us
+
 def widen(x, least=16):
     """The last dimension zero-padded to the next of SIZES from `least` on (exact: added keys and values are zero)."""
     size = next(s for s in SIZES if s >= max(least, x.shape[-1]))
@@ -106,22 +109,24 @@ def tiles(x, rows, cols):
 # then the first operand of each of its products and never leaves registers.
 # Per token and head, forward and backward: 14 K V + BT (16 K + 6 V) FLOPs, 16 K + 9 V + 5 BT + 4 K V / BT values moved.
 
-REACH = tl.constexpr(64.0) # e^64 is 6e27: times any q or k it fits bf16
+REACH = tl.constexpr(92.0) # 2^92 is 5e27: times any q or k it fits bf16
 PREC = tl.constexpr("tf32x3") # of fp32 products; bf16 products are exact
 
 @triton.jit
 def gla_segments(segment_ids, i_b, i_t, T, BT: tl.constexpr):
     """Of chunk i_t: the segment of each row (BT,), of the entering state, of row m and of the leaving state."""
-    ids = segment_ids + i_b.to(tl.int64) * T
-    t, end = i_t * BT, T - 1
-    seg, first = tl.load(ids + tl.minimum(t + tl.arange(0, BT), end)), tl.load(ids + tl.maximum(t - 1, 0))
-    return seg, first, tl.load(ids + tl.minimum(t + BT // 2 - 1, end)), tl.load(ids + tl.minimum(t + BT - 1, end))
+    t, end, zero = i_t * BT, T - 1, i_t * 0
+    seg, first, mid, last = tl.zeros([BT], dtype=tl.int32), zero, zero, zero # constants: no test of them is compiled
+    if segment_ids is not None:
+        ids = segment_ids + i_b.to(tl.int64) * T
+        seg, first = tl.load(ids + tl.minimum(t + tl.arange(0, BT), end)), tl.load(ids + tl.maximum(t - 1, 0))
+        mid, last = tl.load(ids + tl.minimum(t + BT // 2 - 1, end)), tl.load(ids + tl.minimum(t + BT - 1, end))
+    return seg, first, mid, last
 
 @triton.jit
 def gla_matsum(M, x, DT: tl.constexpr):
-    """M x for M (BT, BT) of 0 and 1; where fp32 x meets bf16 M, as high + low parts: to 2^-17 of x."""
-    M = M.to(DT)
-    # (BT, BT) x (BT, *)
+    """M x for M (*, BT) of -1, 0 and 1 in DT; where fp32 x meets bf16 M, as high + low parts: to 2^-17 of x."""
+    # (*, BT) x (BT, *)
     if x.dtype == DT:
         s = tl.dot(M, x, input_precision=PREC)
     else:
@@ -131,20 +136,34 @@ def gla_matsum(M, x, DT: tl.constexpr):
     return s
 
 @triton.jit
-def gla_rows(i_b, i_h, i_t, i_k, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """Offsets of a chunk's rows in a (B, T, H, K) tensor, keys from i_k on: (BT, BK); and which rows are below T."""
-    t = i_t * BT + tl.arange(0, BT)
-    return (((i_b.to(tl.int64) * T + t) * H + i_h) * K + i_k)[:, None] + tl.arange(0, BK)[None, :], (t < T)[:, None]
+def gla_rows(x, i_b, i_h, i_t, i_k, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    """Pointers to a chunk's rows of x (B, T, H, K), keys from i_k on: (BT, BK)."""
+    x += ((i_b.to(tl.int64) * T + i_t * BT) * H + i_h) * K + i_k
+    return x + tl.arange(0, BT)[:, None] * (H * K) + tl.arange(0, BK)[None, :]
+
+@triton.jit
+def gla_matrix(LMR, segment_ids, i_b, i_t, row, n: tl.constexpr, BT: tl.constexpr):
+    """Rows row + [0, n) of a chunk's LMR: (n, BT). Without segments all chunks share one."""
+    if segment_ids is not None:
+        LMR += (i_b.to(tl.int64) * tl.num_programs(1) + i_t) * ((2 * BT + 16) * BT)
+    return tl.load(LMR + (row + tl.arange(0, n)[:, None]) * BT + tl.arange(0, BT)[None, :])
 
 @triton.jit(do_not_specialize=["T"])
-def gla_lower_kernel(segment_ids, L, T, BT: tl.constexpr):
-    """L (B, T, BT): L_ij = 1 where j < i and both rows of the chunk are of one segment, else 0. Grid (B, NT)."""
+def gla_matrices_kernel(segment_ids, LMR, T, BT: tl.constexpr):
+    """L, M and R of (10) for each chunk. Grid (B, NT), or (1, 1) without segments."""
     i_b, i_t = tl.program_id(0), tl.program_id(1)
-    o = tl.arange(0, BT)
+    i, r, j = tl.arange(0, BT)[:, None], tl.arange(0, 16)[:, None], tl.arange(0, BT)[None, :]
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    row, live = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
-    b_L = tl.where((o[None, :] < o[:, None]) & (seg[:, None] == seg[None, :]), 1.0, 0.0)
-    tl.store(L + row, b_L.to(L.dtype.element_ty), mask=live)
+    row, col = seg[:, None], seg[None, :]
+    LMR += (i_b.to(tl.int64) * tl.num_programs(1) + i_t) * ((2 * BT + 16) * BT)
+    L = (j < i) & (row == col)
+    tl.store(LMR + i * BT + j, tl.where(L, 1.0, 0.0))
+    early = j < BT // 2 # columns up to m
+    M = tl.where(L | (i == j), 1.0, 0.0) - tl.where((row == mid) & (col == mid) & early, 1.0, 0.0)
+    tl.store(LMR + (BT + i) * BT + j, M)
+    enter, leave = early & (col == mid) & (first == mid), (col == last) & ~(early & (last == mid))
+    R = (r == 0) & enter | (r == 1) & leave | (r == 2) | (r == 3) & early | (r == 4) & ~early
+    tl.store(LMR + (2 * BT + r) * BT + j, tl.where(R, 1.0, 0.0))
 
 @triton.jit
 def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
@@ -156,56 +175,55 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
     after, before = o[None, :] > r[:, None], o[None, :] <= r[:, None]
     M = tl.where(late[:, None], after & (o[None, :] <= o[:, None]), before & (o[None, :] > o[:, None]))
     M = M & (seg[:, None] == seg[None, :])
-    X = tl.exp(gla_matsum(tl.where(M, 1.0, 0.0), b_g, DT)) # <= 1
+    X = tl.exp2(gla_matsum(tl.where(M, 1.0, 0.0).to(DT), b_g, DT) * LOG2E) # <= 1
     Z = (tl.where(late[:, None], b_q, b_k).to(tl.float32) * X).to(DT)
     pair = late[:, None] & ~late[None, :] & (r[:, None] == r[None, :]) & (seg[:, None] == seg[None, :])
     return X, Z, late, pair
 
 @triton.jit(do_not_specialize=["T"])
-def gla_prep_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, decay, strong, scale, T, H: tl.constexpr,
+def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H: tl.constexpr,
                     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
     """Eq. (2) of a chunk by (10), and whether it is strong, thus to be done again. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t # of a (B H, NT, *) tensor
     DT: tl.constexpr = q.dtype.element_ty
-    o = tl.arange(0, BT)
-    early = (o < BT // 2)[:, None] # rows up to m
+    o, r = tl.arange(0, BT), tl.arange(0, 16)[:, None]
+    live = (i_t * BT + o < T)[:, None]
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    m_first, m_mid, m_last = (seg == first)[:, None], (seg == mid)[:, None], (seg == last)[:, None]
-    o_t, m_t = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
-    b_L = tl.load(L + o_t, mask=m_t, other=0.0)
+    M, R = gla_matrix(LMR, segment_ids, i_b, i_t, BT, BT, BT), gla_matrix(LMR, segment_ids, i_b, i_t, 2 * BT, 16, BT)
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
-    reach = tl.zeros([BT], dtype=tl.float32)
+    least = tl.zeros([16, BK], dtype=tl.float32)
     for i_k in tl.range(0, K, BK, num_stages=STAGES):
-        row, live = gla_rows(i_b, i_h, i_t, i_k, T, H, K, BT, BK)
-        b_q = tl.load(q + row, mask=live, other=0.0)
-        b_k = tl.load(k + row, mask=live, other=0.0)
-        b_g = tl.load(g + row, mask=live, other=0.0)
-        b_middle = tl.sum(tl.where(early & m_mid, b_g.to(tl.float32), 0.0), 0)
-        b_leave = tl.sum(tl.where(m_last & ~(early & (last == mid)), b_g.to(tl.float32), 0.0), 0)
-        b_enter = b_middle * (first == mid).to(tl.float32)
-        E = gla_matsum(b_L, b_g, DT) + b_g - tl.where(m_mid, b_middle[None, :], 0.0)
-        reach = tl.maximum(reach, tl.max(tl.abs(E), 1))
-        qx, kx = b_q * tl.exp(E), b_k * tl.exp(-E) # q e^E, k e^{-E}: infinite in some strong chunks
-        b_qe = tl.where(m_first, qx * (scale * tl.exp(b_enter))[None, :], 0.0)
-        tl.store(qe + row, b_qe.to(DT), mask=live)
-        b_ke = tl.where(m_last, kx * tl.exp(b_leave)[None, :], 0.0)
-        tl.store(ke + row, b_ke.to(DT), mask=live)
-        o_c = i_c * K + i_k + tl.arange(0, BK)
-        tl.store(middle + o_c, b_middle)
-        tl.store(leave + o_c, b_leave)
-        tl.store(decay + o_c, tl.exp(b_enter + b_leave) * (first == last).to(tl.float32))
+        b_q = tl.load(gla_rows(q, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        b_k = tl.load(gla_rows(k, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        # (16, BT) x (BT, BK)
+        sums = gla_matsum(R, b_g, DT) * LOG2E
+        least = tl.minimum(least, sums)
+        b_enter, b_leave = tl.sum(tl.where(r == 0, sums, 0.0), 0), tl.sum(tl.where(r == 1, sums, 0.0), 0)
+        decay = tl.where(first == last, tl.exp2(sums), 0.0)
+        o_c = (i_c * 3 * K + i_k) + r * K + tl.arange(0, BK)[None, :]
+        tl.store(gates + o_c, tl.where(r == 2, decay, sums), mask=r < 3)
+        # (BT, BT) x (BT, BK)
+        E = gla_matsum(M, b_g, DT) * LOG2E
+        qx = b_q * tl.exp2(E) # q e^E, and below k e^{-E}: infinite in some strong chunks
+        b_qe = tl.where((seg == first)[:, None], qx * (scale * tl.exp2(b_enter))[None, :], 0.0)
+        tl.store(gla_rows(qe, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_qe.to(DT), mask=live)
+        kx = b_k * tl.exp2(-E)
+        b_ke = tl.where((seg == last)[:, None], kx * tl.exp2(b_leave)[None, :], 0.0)
+        tl.store(gla_rows(ke, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_ke.to(DT), mask=live)
         # (10): (BT, BK) x (BK, BT); above the diagonal it may overflow
         b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision=PREC)
-    b_P = tl.where((b_L > 0) | (o[:, None] == o[None, :]), b_P * scale, 0.0)
-    o_t, m_t = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
-    tl.store(P + o_t, b_P.to(DT), mask=m_t)
-    tl.store(strong + i_c, (tl.max(reach, 0) > REACH).to(tl.int32))
+    lower = (gla_matrix(LMR, segment_ids, i_b, i_t, 0, BT, BT) > 0) | (o[:, None] == o[None, :])
+    b_P = tl.where(lower, b_P * scale, 0.0)
+    tl.store(gla_rows(P, i_b, i_h, i_t, 0, T, H, BT, BT, BT), b_P.to(DT), mask=live)
+    least = tl.where(r >= 3, least, 0.0) # of the sums of the halves
+    tl.store(strong + i_c, (tl.min(tl.min(least, 0), 0) < -REACH).to(tl.int32))
 
 @triton.jit(do_not_specialize=["T"])
-def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong, scale, T, H: tl.constexpr,
-                      K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+def gla_strong_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H: tl.constexpr, K: tl.constexpr,
+                      BT: tl.constexpr, BK: tl.constexpr):
     """Eq. (2) of a strong chunk, P by (12). Grid (B H, NT); returns at once where the chunk is not strong."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
@@ -214,34 +232,31 @@ def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong,
         return
     DT: tl.constexpr = q.dtype.element_ty
     o = tl.arange(0, BT)
+    live = (i_t * BT + o < T)[:, None]
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    o_t, m_t = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
-    b_L = tl.load(L + o_t, mask=m_t, other=0.0)
+    M = gla_matrix(LMR, segment_ids, i_b, i_t, BT, BT, BT)
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(0, K, BK):
-        row, live = gla_rows(i_b, i_h, i_t, i_k, T, H, K, BT, BK)
-        b_q = tl.load(q + row, mask=live, other=0.0)
-        b_k = tl.load(k + row, mask=live, other=0.0)
-        b_g = tl.load(g + row, mask=live, other=0.0)
-        o_c = i_c * K + i_k + tl.arange(0, BK)
-        b_middle = tl.load(middle + o_c)
-        E = gla_matsum(b_L, b_g, DT) + b_g - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
-        G = E + (b_middle * (first == mid).to(tl.float32))[None, :]
-        b_qe = tl.where((seg == first)[:, None], b_q * tl.exp(G) * scale, 0.0)
-        b_ke = tl.where((seg == last)[:, None], b_k * tl.exp(tl.load(leave + o_c)[None, :] - E), 0.0)
-        tl.store(qe + row, b_qe.to(DT), mask=live)
-        tl.store(ke + row, b_ke.to(DT), mask=live)
+        b_q = tl.load(gla_rows(q, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        b_k = tl.load(gla_rows(k, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        o_c = i_c * 3 * K + i_k + tl.arange(0, BK)
+        b_enter, b_leave = tl.load(gates + o_c), tl.load(gates + o_c + K)
+        E = gla_matsum(M, b_g, DT) * LOG2E
+        b_qe = tl.where((seg == first)[:, None], b_q * tl.exp2(E + b_enter[None, :]) * scale, 0.0)
+        tl.store(gla_rows(qe, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_qe.to(DT), mask=live)
+        b_ke = tl.where((seg == last)[:, None], b_k * tl.exp2(b_leave[None, :] - E), 0.0)
+        tl.store(gla_rows(ke, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_ke.to(DT), mask=live)
         diagonal = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
         b_P += tl.where(o[:, None] == o[None, :], diagonal[:, None], 0.0)
         for level in range(6): # BT = 2^6
             X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
             # Z Z^T: (BT, BK) x (BK, BT)
             b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision=PREC), 0.0)
-    o_t, m_t = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
-    tl.store(P + o_t, (b_P * scale).to(DT), mask=m_t)
+    tl.store(gla_rows(P, i_b, i_h, i_t, 0, T, H, BT, BT, BT), (b_P * scale).to(DT), mask=live)
 
 @triton.jit(do_not_specialize=["T", "n"])
-def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H: tl.constexpr, K: tl.constexpr,
+def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, gates, part, part_decay, T, n, H: tl.constexpr, K: tl.constexpr,
                      V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, OUT: tl.constexpr,
                      STATES: tl.constexpr, LOCAL: tl.constexpr, STAGES: tl.constexpr):
     """
@@ -269,7 +284,7 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H:
         i_t = NT - 1 - j if REVERSE else j
         b_a = a.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
         b_x = x.load([i_b, i_t * BT, i_h * V + i_v]).reshape(BT, BV)
-        b_decay = tl.load(decay + (i_bh.to(tl.int64) * NT + i_t) * K + o_k)
+        b_decay = tl.load(gates + ((i_bh.to(tl.int64) * NT + i_t) * 3 + 2) * K + o_k)
         if STATES:
             h.store([i_bh, i_t * V + i_v, 0], S.to(b_a.dtype).reshape(1, BV, K))
         if OUT:
@@ -290,7 +305,7 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H:
         tl.store(SN + i_bh.to(tl.int64) * V * K + tile, S)
 
 @triton.jit(do_not_specialize=["T"])
-def gla_dP_kernel(v, do, L, dP, diagonal, scale, T, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+def gla_dP_kernel(v, do, segment_ids, LMR, dP, diagonal, scale, T, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                   BV: tl.constexpr, STAGES: tl.constexpr):
     """scale dP of (6) in a chunk, its diagonal (B, T, H) apart, in fp32. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
@@ -305,27 +320,29 @@ def gla_dP_kernel(v, do, L, dP, diagonal, scale, T, H: tl.constexpr, V: tl.const
     o = tl.arange(0, BT)
     b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)
     tl.store(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, b_diagonal, mask=t0 + o < T)
-    row, live = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
-    b_dP = tl.where(tl.load(L + row, mask=live, other=0.0) > 0, b_dP, 0.0)
-    row, live = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
-    tl.store(dP + row, b_dP.to(dP.dtype.element_ty), mask=live)
+    b_dP = tl.where(gla_matrix(LMR, segment_ids, i_b, i_t, 0, BT, BT) > 0, b_dP, 0.0)
+    rows = gla_rows(dP, i_b, i_h, i_t, 0, T, H, BT, BT, BT)
+    tl.store(rows, b_dP.to(dP.dtype.element_ty), mask=(t0 + o < T)[:, None])
 
 @triton.jit(do_not_specialize=["T"])
-def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave, decay, strong, h, dh, dq, dk, dg,
-                    scale, T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, strong, h, dh, dq, dk, dg, scale, T,
+                    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                     BV: tl.constexpr, STRONG: tl.constexpr, STAGES: tl.constexpr):
-    """Eqs. (7) to (9) of a chunk for BK keys. Grid (B H K/BK, NT); returns at once where the chunk is not as STRONG."""
+    """Eqs. (7) to (9) of a chunk for BK keys, stored where the chunk is as STRONG. Grid (B H K/BK, NT)."""
     i_bh, i_k, i_t = tl.program_id(0) // (K // BK), tl.program_id(0) % (K // BK) * BK, tl.program_id(1)
     i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t
-    if tl.load(strong + i_c) != STRONG:
-        return
+    is_strong = tl.load(strong + i_c)
+    if STRONG: # the other pass doesn't wait for the answer: it only stores by it
+        if is_strong == 0:
+            return
     DT: tl.constexpr = v.dtype
+    o = tl.arange(0, BT)
+    live = (t0 + o < T)[:, None]
     # by pointer: these loads stay in flight through the loop
-    row, live = gla_rows(i_b, i_h, i_t, i_k, T, H, K, BT, BK)
-    b_q = tl.load(q + row, mask=live, other=0.0)
-    b_k = tl.load(k + row, mask=live, other=0.0)
-    b_g = tl.load(g + row, mask=live, other=0.0)
+    b_q = tl.load(gla_rows(q, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+    b_k = tl.load(gla_rows(k, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+    b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     SdS = tl.zeros([16, BK], dtype=tl.float32) # sum_v S dS', in 16 parts
@@ -341,19 +358,17 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave,
 
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
     m_first, m_last = (seg == first)[:, None], (seg == last)[:, None]
-    o_c = i_c * K + i_k + tl.arange(0, BK)
-    b_middle, b_leave, b_y = tl.load(middle + o_c), tl.load(leave + o_c), tl.load(decay + o_c) * tl.sum(SdS, 0)
-    b_enter = b_middle * (first == mid).to(tl.float32)
-    t = t0 + tl.arange(0, BT)
-    b_diagonal = tl.load(diagonal + (i_b.to(tl.int64) * T + t) * H + i_h, mask=t < T, other=0.0)[:, None]
-    o_t, m_t = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
-    b_dP = tl.load(dP + o_t, mask=m_t, other=0.0) # zero on the diagonal and above
-    o_t, m_t = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
-    b_L = tl.load(L + o_t, mask=m_t, other=0.0)
-    E = gla_matsum(b_L, b_g, DT) + b_g - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
+    b_L, M = gla_matrix(LMR, segment_ids, i_b, i_t, 0, BT, BT), gla_matrix(LMR, segment_ids, i_b, i_t, BT, BT, BT)
+    o_c = i_c * 3 * K + i_k + tl.arange(0, BK)
+    b_enter, b_leave = tl.load(gates + o_c), tl.load(gates + o_c + K)
+    b_y = tl.load(gates + o_c + 2 * K) * tl.sum(SdS, 0)
+    b_diagonal = tl.load(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, mask=t0 + o < T, other=0.0)[:, None]
+    # zero on the diagonal and above
+    b_dP = tl.load(gla_rows(dP, i_b, i_h, i_t, 0, T, H, BT, BT, BT), mask=live, other=0.0)
+    E = gla_matsum(M, b_g, DT) * LOG2E
     if STRONG:
-        b_dq = tl.where(m_first, b_dq * tl.exp(E + b_enter[None, :]) * scale, 0.0)
-        b_dk = tl.where(m_last, b_dk * tl.exp(b_leave[None, :] - E), 0.0)
+        b_dq = tl.where(m_first, b_dq * tl.exp2(E + b_enter[None, :]) * scale, 0.0)
+        b_dk = tl.where(m_last, b_dk * tl.exp2(b_leave[None, :] - E), 0.0)
         b_a = b_k * b_dk
         both = b_dP + tl.trans(b_dP)
         for level in range(6):
@@ -364,20 +379,21 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave,
             b_dk += tl.where(late[:, None], 0.0, XdPZ)
     else:
         # (7) and (8) around row m, as (10): (BT, BT) x (BT, BK)
-        X, Y = tl.exp(E), tl.exp(-E)
+        X, Y = tl.exp2(E), tl.exp2(-E)
         kx = b_k * Y
-        b_dq = tl.where(m_first, b_dq * (scale * tl.exp(b_enter))[None, :], 0.0)
+        b_dq = tl.where(m_first, b_dq * (scale * tl.exp2(b_enter))[None, :], 0.0)
         b_dq = tl.dot(b_dP, kx.to(DT), b_dq, input_precision=PREC) * X
-        b_dk = tl.where(m_last, b_dk * tl.exp(b_leave)[None, :], 0.0)
+        b_dk = tl.where(m_last, b_dk * tl.exp2(b_leave)[None, :], 0.0)
         b_a = kx * b_dk
         b_dk = tl.dot(tl.trans(b_dP), (b_q * X).to(DT), b_dk, input_precision=PREC) * Y
-    tl.store(dq + row, (b_dq + b_diagonal * b_k).to(DT), mask=live)
-    tl.store(dk + row, (b_dk + b_diagonal * b_q).to(DT), mask=live)
-    # (9), L of j < i: (BT, BT) x (BT, BK)
+        live = (t0 + o < tl.where(is_strong == 0, T, 0))[:, None]
+    tl.store(gla_rows(dq, i_b, i_h, i_t, i_k, T, H, K, BT, BK), (b_dq + b_diagonal * b_k).to(DT), mask=live)
+    tl.store(gla_rows(dk, i_b, i_h, i_t, i_k, T, H, K, BT, BK), (b_dk + b_diagonal * b_q).to(DT), mask=live)
+    # (9): (BT, BT) x (BT, BK)
     b_x = b_q * b_dq - (b_k * b_dk - b_a)
     b_dg = gla_matsum(tl.trans(b_L), b_x, DT) + b_x + b_y[None, :]
     b_dg = tl.dot(b_L, b_a.to(DT), b_dg, input_precision=PREC)
-    tl.store(dg + row, b_dg.to(dg.dtype.element_ty), mask=live)
+    tl.store(gla_rows(dg, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_dg.to(dg.dtype.element_ty), mask=live)
 
 @triton.jit
 def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.constexpr, BK: tl.constexpr,
@@ -404,97 +420,101 @@ def gla_launch(K, V, dtype):
     128 is the fast case and takes up to 217 KB of shared memory on Hopper; Ampere, which has no TMA, stays under 99 KB
     with the same tiles (compiled for sm_80, not run). Against fp64 on an H200: dev/log.md says which, and on which build.
     """
-    run = dict(enable_fp_fusion=True)
-    prep = dict(BK=64, STAGES=3, num_warps=4, **run)
-    grad = dict(BK=64, BV=64, STAGES=3 if dtype == torch.bfloat16 else 2, num_warps=4, **run)
-    if dtype == torch.bfloat16 and K <= 128:
-        out = dict(BV=min(V, 128), STAGES=3, num_warps=8, **run)
-        states = dict(BV=64, STAGES=3, num_warps=4, **run)
-    elif dtype == torch.bfloat16 or K <= 128:
-        out = dict(BV=32, STAGES=2, num_warps=8, **run)
-        states = dict(BV=32, STAGES=2, num_warps=4, **run)
+    bf16 = dtype == torch.bfloat16
+    prep = dict(BK=32, STAGES=3, num_warps=4, maxnreg=128 if bf16 else None) # bf16: four programs an SM, no spills
+    grad = dict(BK=64, BV=64, STAGES=3 if bf16 else 2, num_warps=4)
+    if bf16 and K <= 128:
+        out = dict(BV=min(V, 128), STAGES=3, num_warps=8)
+        states = dict(BV=64, STAGES=3, num_warps=4)
+    elif bf16 or K <= 128:
+        out = dict(BV=32, STAGES=2, num_warps=8)
+        states = dict(BV=32, STAGES=2, num_warps=4)
     else:
-        out = dict(BV=16, STAGES=1, num_warps=4, **run)
-        states = dict(BV=32, STAGES=2, num_warps=4, **run)
+        out = dict(BV=16, STAGES=1, num_warps=4)
+        states = dict(BV=32, STAGES=2, num_warps=4)
     return prep, out, states, grad
 
 def gla_split(programs, NT, device):
     """(segments, chunks in each) of a sweep of NT chunks: enough that programs x segments fill the device."""
     slots = 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
-    n = triton.cdiv(NT, max(1, min(slots // programs, NT // 4)))
-    return triton.cdiv(NT, n), n
+    n = cdiv(NT, max(1, min(slots // programs, NT // 4)))
+    return cdiv(NT, n), n
 
-def gla_sweep(x, a, c, P, y, h, S0, decay, launch, reverse):
-    """The passes of gla_sweep_kernel: fills y and h where given, returns the last state (B, H, V, K), fp32."""
-    B, T, H, V, K = *x.shape, a.shape[-1]
-    NT, BV, BH = triton.cdiv(T, BT), launch["BV"], B * H
+def gla_sweep(x, a, c, P, y, h, S0, gates, launch, reverse):
+    """
+    The passes of gla_sweep_kernel: fills y and h where given, returns the last state (B, H, V, K), fp32. a and c are
+    descriptors of (BT, K) tiles.
+    """
+    B, T, H, V = x.shape
+    K, BV, BH, NT = gates.shape[-1], launch["BV"], B * H, cdiv(T, BT)
     NS, n = gla_split(BH * (V // BV), NT, x.device)
-    SN = x.new_empty(B, H, V, K, dtype=torch.float32)
-    part = x.new_empty(NS - 1, BH, V, K, dtype=torch.float32) if NS > 1 else None
-    part_decay = x.new_empty(NS - 1, BH, K, dtype=torch.float32) if NS > 1 else None
-    io = [tiles(x, BT, BV), tiles(a, BT, K), None, None, None, None, S0, SN, decay, part, part_decay, T, n]
+    SN = gates.new_empty(B, H, V, K)
+    part = part_decay = None
+    x = tiles(x, BT, BV)
     shape = dict(H=H, K=K, V=V, BT=BT, REVERSE=reverse, **launch)
     if NS > 1:
-        gla_sweep_kernel[(BH * (V // BV), NS - 1)](*io, OUT=False, STATES=False, LOCAL=True, **shape)
-    if y is not None:
-        io[2:5] = tiles(c, BT, K), tiles(P, BT, BT), tiles(y, BT, BV)
-    if h is not None:
-        io[5] = TensorDescriptor.from_tensor(h, [1, BV, K])
-    gla_sweep_kernel[(BH * (V // BV), NS)](*io, OUT=y is not None, STATES=h is not None, LOCAL=False, **shape)
+        part, part_decay = gates.new_empty(NS - 1, BH, V, K), gates.new_empty(NS - 1, BH, K)
+        gla_sweep_kernel[(BH * (V // BV), NS - 1)](x, a, None, None, None, None, S0, None, gates, part, part_decay, T, n,
+                                                   OUT=False, STATES=False, LOCAL=True, **shape)
+    OUT, STATES = y is not None, h is not None
+    gla_sweep_kernel[(BH * (V // BV), NS)](
+        x, a, c, tiles(P, BT, BT) if OUT else None, tiles(y, BT, BV) if OUT else None,
+        TensorDescriptor.from_tensor(h, [1, BV, K]) if STATES else None, S0, SN, gates, part, part_decay, T, n,
+        OUT=OUT, STATES=STATES, LOCAL=False, **shape)
     return SN
 
 @torch.library.custom_op("kernels::gla_fwd", mutates_args=())
-def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor
+def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Optional[Tensor]
             ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o and the last state (B, H, V, K); for backward L, qe, ke, P, gates (middle, leave, decay) and strong."""
-    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+    """o and the last state (B, H, V, K); for backward LMR, qe, ke, P, gates and strong."""
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
     qe, ke, o, P = torch.empty_like(q), torch.empty_like(q), torch.empty_like(v), q.new_empty(B, T, H, BT)
-    L = q.new_empty(B, T, BT)
-    gates = q.new_empty(3, B * H, NT, K, dtype=torch.float32) # middle, leave, decay
+    chunks = (1, 1) if segment_ids is None else (B, NT)
+    LMR = q.new_empty(*chunks, 2 * BT + 16, BT)
+    gates = q.new_empty(B * H, NT, 3, K, dtype=torch.float32)
     strong = q.new_empty(B * H, NT, dtype=torch.int32)
     prep, out, _, _ = gla_launch(K, V, q.dtype)
-    io = q, k, g, segment_ids, L, qe, ke, P
+    io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H, K, BT
     with torch.cuda.device_of(q):
-        gla_lower_kernel[(B, NT)](segment_ids, L, T, BT=BT, num_warps=4)
-        gla_prep_kernel[(B * H, NT)](*io, *gates, strong, scale, T, H=H, K=K, BT=BT, **prep)
-        gla_strong_kernel[(B * H, NT)](*io, *gates[:2], strong, scale, T, H=H, K=K, BT=BT, BK=prep["BK"], num_warps=4,
-                                       num_stages=1, enable_fp_fusion=True)
-        SN = gla_sweep(v, ke, qe, P, o, None, S0, gates[2], out, reverse=False)
-    return o, SN, L, qe, ke, P, gates, strong
+        gla_matrices_kernel[chunks](segment_ids, LMR, T, BT, num_warps=4)
+        gla_prep_kernel[(B * H, NT)](*io, **prep)
+        gla_strong_kernel[(B * H, NT)](*io, BK=64, num_warps=4, num_stages=1)
+        SN = gla_sweep(v, tiles(ke, BT, K), tiles(qe, BT, K), P, o, None, S0, gates, out, reverse=False)
+    return o, SN, LMR, qe, ke, P, gates, strong
 
 @gla_fwd.register_fake
 def _(q, k, v, g, scale, S0, segment_ids):
-    (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT), torch.float32
-    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(B, T, BT), torch.empty_like(q),
-            torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(3, B * H, NT, K, dtype=f32),
+    (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], cdiv(q.shape[1], BT), torch.float32
+    chunks = (1, 1) if segment_ids is None else (B, NT)
+    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(*chunks, 2 * BT + 16, BT),
+            torch.empty_like(q), torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(B * H, NT, 3, K, dtype=f32),
             q.new_empty(B * H, NT, dtype=torch.int32))
 
 @torch.library.custom_op("kernels::gla_bwd", mutates_args=())
-def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor,
-            L: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor,
+def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Optional[Tensor],
+            LMR: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor,
             dSN: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg and the gradient (B, H, V, K) of the initial state. The states are computed again, not stored."""
-    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
     dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
     h, dh = q.new_empty(B * H, NT * V, K), q.new_empty(B * H, NT * V, K)
-    dP, diagonal = q.new_empty(B, T, H, BT), q.new_empty(B, T, H, dtype=torch.float32)
+    dP, diagonal = torch.empty_like(P), gates.new_empty(B, T, H)
     _, out, states, grad = gla_launch(K, V, q.dtype)
     BK, BV = grad["BK"], grad["BV"]
     with torch.cuda.device_of(q):
-        gla_sweep(v, ke, None, None, None, h, S0, gates[2], states, reverse=False)
-        dS0 = gla_sweep(do, qe, ke, P, dv, dh, dSN, gates[2], out, reverse=True)
-        tdo, tv = tiles(do, BT, BV), tiles(v, BT, BV)
-        gla_dP_kernel[(B * H, NT)](tv, tdo, L, dP, diagonal, scale, T, H=H, V=V, BT=BT, BV=BV, STAGES=3, num_warps=4,
-                                   enable_fp_fusion=True)
-        states = [TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh)]
+        tqe, tke = tiles(qe, BT, K), tiles(ke, BT, K)
+        gla_sweep(v, tke, None, None, None, h, S0, gates, states, reverse=False)
+        dS0 = gla_sweep(do, tqe, tke, P, dv, dh, dSN, gates, out, reverse=True)
+        tv, tdo = tiles(v, BT, BV), tiles(do, BT, BV)
+        gla_dP_kernel[(B * H, NT)](tv, tdo, segment_ids, LMR, dP, diagonal, scale, T, H, V, BT, BV, STAGES=3, num_warps=4)
+        th, tdh = (TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh))
         for is_strong in (False, True):
-            gla_grad_kernel[(B * H * (K // BK), NT)](
-                q, k, tv, g, segment_ids, tdo, L, dP, diagonal, *gates, strong, *states, dq, dk, dg, scale, T,
-                H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
+            gla_grad_kernel[(B * H * (K // BK), NT)](q, k, tv, g, segment_ids, tdo, LMR, dP, diagonal, gates, strong, th,
+                                                     tdh, dq, dk, dg, scale, T, H, K, V, BT, STRONG=is_strong, **grad)
     return dq, dk, dv, dg, dS0
 
 @gla_bwd.register_fake
-def _(q, k, v, g, scale, S0, segment_ids, L, qe, ke, P, gates, strong, do, dSN):
+def _(q, k, v, g, scale, S0, segment_ids, LMR, qe, ke, P, gates, strong, do, dSN):
     return *map(torch.empty_like, (q, k, v, g)), q.new_empty(q.shape[0], q.shape[2], v.shape[-1], q.shape[-1],
                                                              dtype=torch.float32)
 
@@ -530,10 +550,10 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
     S0 = None
     if initial_state is not None: # held as (V, K)
         S0 = widen(widen(initial_state, GLA_LEAST).transpose(-1, -2), GLA_LEAST)
-    if segment_ids is None:
-        segment_ids = torch.zeros(B, T, dtype=torch.int32, device=q.device)
-    q, k, v_wide, g = (widen(x, GLA_LEAST) for x in (q, k, v, g))
-    o, SN, *_ = gla_fwd(q, k, v_wide, g, scale, S0, segment_ids.contiguous())
+    if segment_ids is not None:
+        segment_ids = segment_ids.contiguous()
+    q, k, v, g = (widen(x, GLA_LEAST) for x in (q, k, v, g))
+    o, SN, *_ = gla_fwd(q, k, v, g, scale, S0, segment_ids)
     if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
         o, SN = o[..., :V], SN[..., :V, :K]
     return o, SN.transpose(-1, -2)
@@ -543,7 +563,7 @@ def gla_step_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale
     B, H, K, V = state.shape
     o, BV = torch.empty_like(v), 32
     with torch.cuda.device_of(q):
-        gla_step_kernel[(B * H, triton.cdiv(V, BV))](
+        gla_step_kernel[(B * H, cdiv(V, BV))](
             q, k, v, g, state, o, scale, K, V, *state.stride(), H=H, BK=triton.next_power_of_2(K), BV=BV,
             num_warps=4, enable_fp_fusion=True)
     return o
