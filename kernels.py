@@ -13,6 +13,7 @@ B batch, T time, H heads, K key dim per head, V value dim per head; q, k (B, T, 
 Tiles: BT tokens a chunk, BV values a program, NT chunks. model.py's chunked forms are the definition of both operators.
 TRITON_INTERPRET=1 runs the same kernels on CPU tensors, in fp32.
 """
+import functools
 import os
 from typing import Optional
 
@@ -58,12 +59,31 @@ def widen(x, least=16):
     size = next(s for s in SIZES if s >= max(least, x.shape[-1]))
     return (x if size == x.shape[-1] else F.pad(x, (0, size - x.shape[-1]))).contiguous() # padding by 0 would copy
 
+class Tiles(TensorDescriptor):
+    def __post_init__(self): # leaves out the checks, 2 us on the host for each descriptor
+        pass
+
 def tiles(x, rows, cols):
     """Descriptor of `rows` x `cols` tiles of x (B, T, H, D), indexed [b, t, h * D + d]; the bound cuts a ragged T."""
     B, T, H, D = x.shape
     if x.data_ptr() % 16: # an input that begins inside of another tensor; TMA wants 16 bytes
         x = x.clone()
-    return TensorDescriptor(x, [B, T, H * D], [T * H * D, H * D, 1], [1, rows, cols])
+    return Tiles(x, [B, T, H * D], [T * H * D, H * D, 1], [1, rows, cols])
+
+COMPILED = {} # kernels by all that decides their code: options, constants, the types and alignments of tensors
+
+def launch(kernel, grid, options, *args):
+    """kernel[grid](*args, **options), grid (x, y), without Triton's search for the compiled kernel, 15 us of host time."""
+    if INTERPRET:
+        return kernel[grid](*args, **options)
+    key = (id(kernel), torch.cuda.current_device(), *options.values(), *[
+        x if type(x) in (int, bool, float, type(None)) else
+        (x.base.dtype, *x.block_shape) if type(x) is Tiles else (x.dtype, x.data_ptr() % 16)
+        for param, x in zip(kernel.params, args) if not param.do_not_specialize])
+    if key in COMPILED:
+        COMPILED[key][(*grid, 1)](*args)
+    else:
+        COMPILED[key] = kernel[grid](*args, **options)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Gated Linear Attention
@@ -86,31 +106,33 @@ def tiles(x, rows, cols):
 #
 # Ranges. qe and ke have no positive exponent. P is one product around the middle row m of the chunk,
 #   P = scale (q e^E) (k e^{-E})^T,   E = G - G_m,                                                                  (10)
-# and stays in range while |E| <= REACH. In a chunk that exceeds it ("strong", decided on the device) each pair j < i
-# belongs to the level of its first differing bit: at the level of blocks of 2w rows, i lies in the late half, j in the
-# early half, and r is the last early row. Then G_i - G_r and G_r - G_j are sums of g, <= 0 for gates of any strength:
+# and stays in range while |E| <= REACH. In a chunk where g of half the rows sums to more ("strong", decided on the
+# device) each pair j < i belongs to the level of its first differing bit: at the level of blocks of 2w rows, i lies in
+# the late half, j in the early half, and r is the last early row. Then G_i - G_r and G_r - G_j are sums of g, <= 0 for
+# gates of any strength:
 #   X = e^{G - G_r} in late rows, e^{G_r - G} in early ones;   Z = X q in late rows, X k in early ones              (11)
 #   P_ij = scale (Z Z^T)_ij,   X dP Z the intra part of dq in late rows,   X dP^T Z that of dk in early ones        (12)
 # Documents. Where segment ids differ, P_ij = 0; rows outside the entering state's segment have qe = 0, those outside
-# the leaving state's ke = 0; and e^{G_last} = 0 unless the two are one. Sums of g never cross a boundary: they go
-# through L, L_ij = 1 for j < i of one segment, and E is taken from row m only in the segment of m, from the segment's
-# start in the others, which are 32 rows at most. So one document's inputs do not touch another's outputs by a bit.
+# the leaving state's ke = 0; and e^{G_last} = 0 unless the two are one. Sums of g are products with constant matrices,
+#   L_ij = 1 for j < i of one segment,   M_ij = L_ij + [i = j] - [j <= m, both i and j of the segment of m],
+#   E = M g,   R g = (enter, leave, G_last, sum to row m, sum from there on),   G = enter + E,   G_last - G = leave - E,
+# so none crosses a boundary: E is taken from row m in the segment of m, from the segment's start in the others, which
+# are 32 rows at most, and one document's inputs do not touch another's outputs by a bit. Without segments all chunks
+# share one L, M and R, and the compiler drops every mask.
 #
-#   name       symbol                    shape            dtype    written by     read by
-#   L          L                         (B, T, BT)       as q     lower          prep, strong, dP, grad
-#   qe, ke     qe, ke                    (B, T, H, K)     as q     prep, strong   sweep
-#   P          P                         (B, T, H, BT)    as q     prep, strong   sweep
-#   middle     G_m in the segment of m   (B H, NT, K)     fp32     prep           strong, grad
-#   leave      G_last - G = leave - E    (B H, NT, K)     fp32     prep           strong, grad
-#   decay      e^{G_last}                (B H, NT, K)     fp32     prep           sweep, grad
-#   h, dh      S^T, dS'^T                (B H, NT V, K)   as q     sweep          grad
-#   dP         scale dP for j < i        (B, T, H, BT)    as q     dP             grad
-# All but the last two rows are kept for backward, which computes h again. The state is held transposed, (V, K): it is
-# then the first operand of each of its products and never leaves registers.
+#   name       symbol                    shape                   dtype    written by     read by
+#   LMR        L, M, R                   (B, NT, 2 BT + 16, BT)  as q     matrices       prep, strong, dP, grad
+#   qe, ke     qe, ke                    (B, T, H, K)            as q     prep, strong   sweep
+#   P          P                         (B, T, H, BT)           as q     prep, strong   sweep
+#   gates      enter, leave, e^{G_last}  (B H, NT, 3, K)         fp32     prep           strong, sweep, grad
+#   strong     0 or 1                    (B H, NT)               int32    prep           strong, grad
+#   h, dh      S^T, dS'^T                (B H, NT V, K)          as q     sweep          grad
+#   dP         scale dP for j < i        (B, T, H, BT)           as q     dP             grad
+# E, enter and leave are in units of log 2. All but the last two rows are kept for backward, which computes h again. The
+# state is held transposed, (V, K): it is then the first operand of each of its products and never leaves registers.
 # Per token and head, forward and backward: 14 K V + BT (16 K + 6 V) FLOPs, 16 K + 9 V + 5 BT + 4 K V / BT values moved.
 
 REACH = tl.constexpr(92.0) # 2^92 is 5e27: times any q or k it fits bf16
-PREC = tl.constexpr("tf32x3") # of fp32 products; bf16 products are exact
 
 @triton.jit
 def gla_segments(segment_ids, i_b, i_t, T, BT: tl.constexpr):
@@ -128,11 +150,11 @@ def gla_matsum(M, x, DT: tl.constexpr):
     """M x for M (*, BT) of -1, 0 and 1 in DT; where fp32 x meets bf16 M, as high + low parts: to 2^-17 of x."""
     # (*, BT) x (BT, *)
     if x.dtype == DT:
-        s = tl.dot(M, x, input_precision=PREC)
+        s = tl.dot(M, x, input_precision="tf32x3")
     else:
         high = x.to(DT)
-        s = tl.dot(M, high, input_precision=PREC)
-        s = tl.dot(M, (x - high.to(tl.float32)).to(DT), s, input_precision=PREC)
+        s = tl.dot(M, high, input_precision="tf32x3")
+        s = tl.dot(M, (x - high.to(tl.float32)).to(DT), s, input_precision="tf32x3")
     return s
 
 @triton.jit
@@ -180,7 +202,7 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
     pair = late[:, None] & ~late[None, :] & (r[:, None] == r[None, :]) & (seg[:, None] == seg[None, :])
     return X, Z, late, pair
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "scale"])
 def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H: tl.constexpr,
                     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
     """Eq. (2) of a chunk by (10), and whether it is strong, thus to be done again. Grid (B H, NT)."""
@@ -214,14 +236,14 @@ def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, 
         b_ke = tl.where((seg == last)[:, None], kx * tl.exp2(b_leave)[None, :], 0.0)
         tl.store(gla_rows(ke, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_ke.to(DT), mask=live)
         # (10): (BT, BK) x (BK, BT); above the diagonal it may overflow
-        b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision=PREC)
+        b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision="tf32x3")
     lower = (gla_matrix(LMR, segment_ids, i_b, i_t, 0, BT, BT) > 0) | (o[:, None] == o[None, :])
     b_P = tl.where(lower, b_P * scale, 0.0)
     tl.store(gla_rows(P, i_b, i_h, i_t, 0, T, H, BT, BT, BT), b_P.to(DT), mask=live)
-    least = tl.where(r >= 3, least, 0.0) # of the sums of the halves
+    least = tl.where(r >= 3, least, 0.0) # the sums of the halves
     tl.store(strong + i_c, (tl.min(tl.min(least, 0), 0) < -REACH).to(tl.int32))
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "scale"])
 def gla_strong_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H: tl.constexpr, K: tl.constexpr,
                       BT: tl.constexpr, BK: tl.constexpr):
     """Eq. (2) of a strong chunk, P by (12). Grid (B H, NT); returns at once where the chunk is not strong."""
@@ -252,13 +274,13 @@ def gla_strong_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale
         for level in range(6): # BT = 2^6
             X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
             # Z Z^T: (BT, BK) x (BK, BT)
-            b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision=PREC), 0.0)
+            b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision="tf32x3"), 0.0)
     tl.store(gla_rows(P, i_b, i_h, i_t, 0, T, H, BT, BT, BT), (b_P * scale).to(DT), mask=live)
 
 @triton.jit(do_not_specialize=["T", "n"])
 def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, gates, part, part_decay, T, n, H: tl.constexpr, K: tl.constexpr,
-                     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, OUT: tl.constexpr,
-                     STATES: tl.constexpr, LOCAL: tl.constexpr, STAGES: tl.constexpr):
+                     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, REVERSE: tl.constexpr,
+                     OUT: tl.constexpr, STATES: tl.constexpr, LOCAL: tl.constexpr):
     """
     The state through the chunks, S <- decay S + a^T x: (4) with a = ke, x = v, or REVERSE (5) with a = qe, x = do.
     OUT writes y = c S + P x with c = qe, (3), or y = c S + P^T x with c = ke, (6); STATES writes S as each chunk meets
@@ -291,11 +313,11 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, gates, part, part_decay, T, n, H:
             b_c = c.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
             b_P = P.load([i_b, i_t * BT, i_h * BT]).reshape(BT, BT)
             # (3) transposed: (BV, K) x (K, BT) + (BV, BT) x (BT, BT)
-            yT = tl.dot(S.to(b_a.dtype), tl.trans(b_c), input_precision=PREC)
-            yT = tl.dot(tl.trans(b_x), b_P if REVERSE else tl.trans(b_P), yT, input_precision=PREC)
+            yT = tl.dot(S.to(b_a.dtype), tl.trans(b_c), input_precision="tf32x3")
+            yT = tl.dot(tl.trans(b_x), b_P if REVERSE else tl.trans(b_P), yT, input_precision="tf32x3")
             y.store([i_b, i_t * BT, i_h * V + i_v], tl.trans(yT).to(b_a.dtype).reshape(1, BT, BV))
         # (4) or (5) transposed: (BV, BT) x (BT, K)
-        S = tl.dot(tl.trans(b_x), b_a, S * b_decay[None, :], input_precision=PREC)
+        S = tl.dot(tl.trans(b_x), b_a, S * b_decay[None, :], input_precision="tf32x3")
         if LOCAL:
             total *= b_decay
     if LOCAL:
@@ -304,7 +326,7 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, gates, part, part_decay, T, n, H:
     elif i_s == tl.num_programs(1) - 1:
         tl.store(SN + i_bh.to(tl.int64) * V * K + tile, S)
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "scale"])
 def gla_dP_kernel(v, do, segment_ids, LMR, dP, diagonal, scale, T, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                   BV: tl.constexpr, STAGES: tl.constexpr):
     """scale dP of (6) in a chunk, its diagonal (B, T, H) apart, in fp32. Grid (B H, NT)."""
@@ -315,7 +337,7 @@ def gla_dP_kernel(v, do, segment_ids, LMR, dP, diagonal, scale, T, H: tl.constex
         b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         b_do = do.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         # (BT, BV) x (BV, BT)
-        b_dP = tl.dot(b_do, tl.trans(b_v), b_dP, input_precision=PREC)
+        b_dP = tl.dot(b_do, tl.trans(b_v), b_dP, input_precision="tf32x3")
     b_dP *= scale
     o = tl.arange(0, BT)
     b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)
@@ -324,10 +346,10 @@ def gla_dP_kernel(v, do, segment_ids, LMR, dP, diagonal, scale, T, H: tl.constex
     rows = gla_rows(dP, i_b, i_h, i_t, 0, T, H, BT, BT, BT)
     tl.store(rows, b_dP.to(dP.dtype.element_ty), mask=(t0 + o < T)[:, None])
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "scale"])
 def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, strong, h, dh, dq, dk, dg, scale, T,
                     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                    BV: tl.constexpr, STRONG: tl.constexpr, STAGES: tl.constexpr):
+                    BV: tl.constexpr, STAGES: tl.constexpr, STRONG: tl.constexpr):
     """Eqs. (7) to (9) of a chunk for BK keys, stored where the chunk is as STRONG. Grid (B H K/BK, NT)."""
     i_bh, i_k, i_t = tl.program_id(0) // (K // BK), tl.program_id(0) % (K // BK) * BK, tl.program_id(1)
     i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
@@ -345,23 +367,25 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, stron
     b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    SdS = tl.zeros([16, BK], dtype=tl.float32) # sum_v S dS', in 16 parts
+    SdS = tl.zeros([BK, BK], dtype=tl.float32) # its diagonal is sum_v S dS'
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         b_do = do.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         b_h = h.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
         b_dh = dh.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
-        SdS += tl.sum((b_h.to(tl.float32) * b_dh.to(tl.float32)).reshape(BV // 16, 16, BK), 0)
+        # (BK, BV) x (BV, BK), 15 times the work needed, and still fewer instructions than elementwise
+        SdS = tl.dot(tl.trans(b_h), b_dh, SdS, input_precision="tf32x3")
         # S do and dS' v: (BT, BV) x (BV, BK)
-        b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
-        b_dk = tl.dot(b_v, b_dh, b_dk, input_precision=PREC)
+        b_dq = tl.dot(b_do, b_h, b_dq, input_precision="tf32x3")
+        b_dk = tl.dot(b_v, b_dh, b_dk, input_precision="tf32x3")
 
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
     m_first, m_last = (seg == first)[:, None], (seg == last)[:, None]
     b_L, M = gla_matrix(LMR, segment_ids, i_b, i_t, 0, BT, BT), gla_matrix(LMR, segment_ids, i_b, i_t, BT, BT, BT)
-    o_c = i_c * 3 * K + i_k + tl.arange(0, BK)
+    o_k = tl.arange(0, BK)
+    o_c = i_c * 3 * K + i_k + o_k
     b_enter, b_leave = tl.load(gates + o_c), tl.load(gates + o_c + K)
-    b_y = tl.load(gates + o_c + 2 * K) * tl.sum(SdS, 0)
+    b_y = tl.load(gates + o_c + 2 * K) * tl.sum(tl.where(o_k[:, None] == o_k[None, :], SdS, 0.0), 1)
     b_diagonal = tl.load(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, mask=t0 + o < T, other=0.0)[:, None]
     # zero on the diagonal and above
     b_dP = tl.load(gla_rows(dP, i_b, i_h, i_t, 0, T, H, BT, BT, BT), mask=live, other=0.0)
@@ -374,7 +398,7 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, stron
         for level in range(6):
             X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
             # (12): (BT, BT) x (BT, BK)
-            XdPZ = X * tl.dot(tl.where(pair | tl.trans(pair), both, 0.0), Z, input_precision=PREC)
+            XdPZ = X * tl.dot(tl.where(pair | tl.trans(pair), both, 0.0), Z, input_precision="tf32x3")
             b_dq += tl.where(late[:, None], XdPZ, 0.0)
             b_dk += tl.where(late[:, None], 0.0, XdPZ)
     else:
@@ -382,17 +406,17 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, stron
         X, Y = tl.exp2(E), tl.exp2(-E)
         kx = b_k * Y
         b_dq = tl.where(m_first, b_dq * (scale * tl.exp2(b_enter))[None, :], 0.0)
-        b_dq = tl.dot(b_dP, kx.to(DT), b_dq, input_precision=PREC) * X
+        b_dq = tl.dot(b_dP, kx.to(DT), b_dq, input_precision="tf32x3") * X
         b_dk = tl.where(m_last, b_dk * tl.exp2(b_leave)[None, :], 0.0)
         b_a = kx * b_dk
-        b_dk = tl.dot(tl.trans(b_dP), (b_q * X).to(DT), b_dk, input_precision=PREC) * Y
+        b_dk = tl.dot(tl.trans(b_dP), (b_q * X).to(DT), b_dk, input_precision="tf32x3") * Y
         live = (t0 + o < tl.where(is_strong == 0, T, 0))[:, None]
     tl.store(gla_rows(dq, i_b, i_h, i_t, i_k, T, H, K, BT, BK), (b_dq + b_diagonal * b_k).to(DT), mask=live)
     tl.store(gla_rows(dk, i_b, i_h, i_t, i_k, T, H, K, BT, BK), (b_dk + b_diagonal * b_q).to(DT), mask=live)
     # (9): (BT, BT) x (BT, BK)
     b_x = b_q * b_dq - (b_k * b_dk - b_a)
     b_dg = gla_matsum(tl.trans(b_L), b_x, DT) + b_x + b_y[None, :]
-    b_dg = tl.dot(b_L, b_a.to(DT), b_dg, input_precision=PREC)
+    b_dg = tl.dot(b_L, b_a.to(DT), b_dg, input_precision="tf32x3")
     tl.store(gla_rows(dg, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_dg.to(dg.dtype.element_ty), mask=live)
 
 @triton.jit
@@ -416,51 +440,47 @@ def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.con
 
 def gla_launch(K, V, dtype):
     """
-    Launch settings of prep, sweep with outputs, sweep of states alone, grad; K and V are 64, 128 or 256. bf16 with K up to
-    128 is the fast case and takes up to 217 KB of shared memory on Hopper; Ampere, which has no TMA, stays under 99 KB
-    with the same tiles (compiled for sm_80, not run). Against fp64 on an H200: dev/log.md says which, and on which build.
+    Tiles, stages and options of prep (BK), the sweep with outputs (BV), the sweep of states alone (BV) and grad (BK, BV);
+    K and V are 64, 128 or 256. bf16 with K up to 128 is the fast case and takes up to 217 KB of shared memory on Hopper;
+    Ampere, without TMA, takes 40 KB with the same tiles, fp32 124 KB (compiled for sm_80, not run). Against fp64 on an
+    H200: dev/log.md says which, and on which build.
     """
-    bf16 = dtype == torch.bfloat16
-    prep = dict(BK=32, STAGES=3, num_warps=4, maxnreg=128 if bf16 else None) # bf16: four programs an SM, no spills
-    grad = dict(BK=64, BV=64, STAGES=3 if bf16 else 2, num_warps=4)
+    bf16, four, eight = dtype == torch.bfloat16, dict(num_warps=4), dict(num_warps=8)
+    prep = 32, 3, dict(num_warps=4, maxnreg=128) if bf16 else four # 128 registers: four programs an SM
+    grad = 64, 64, 3 if bf16 else 2, four
     if bf16 and K <= 128:
-        out = dict(BV=min(V, 128), STAGES=3, num_warps=8)
-        states = dict(BV=64, STAGES=3, num_warps=4)
-    elif bf16 or K <= 128:
-        out = dict(BV=32, STAGES=2, num_warps=8)
-        states = dict(BV=32, STAGES=2, num_warps=4)
-    else:
-        out = dict(BV=16, STAGES=1, num_warps=4)
-        states = dict(BV=32, STAGES=2, num_warps=4)
-    return prep, out, states, grad
+        return prep, (min(V, 128), 3, eight), (64, 3, four), grad
+    if bf16 or K <= 128:
+        return prep, (32, 2, eight), (32, 2, four), grad
+    return prep, (16, 1, four), (32, 2, four), grad
+
+@functools.cache
+def multiprocessors(device):
+    return 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
 
 def gla_split(programs, NT, device):
     """(segments, chunks in each) of a sweep of NT chunks: enough that programs x segments fill the device."""
-    slots = 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
-    n = cdiv(NT, max(1, min(slots // programs, NT // 4)))
+    n = cdiv(NT, max(1, min(multiprocessors(device) // programs, NT // 4)))
     return cdiv(NT, n), n
 
-def gla_sweep(x, a, c, P, y, h, S0, gates, launch, reverse):
+def gla_sweep(x, a, c, P, y, h, S0, gates, settings, reverse):
     """
     The passes of gla_sweep_kernel: fills y and h where given, returns the last state (B, H, V, K), fp32. a and c are
     descriptors of (BT, K) tiles.
     """
-    B, T, H, V = x.shape
-    K, BV, BH, NT = gates.shape[-1], launch["BV"], B * H, cdiv(T, BT)
+    (B, T, H, V), K, (BV, STAGES, options) = x.shape, gates.shape[-1], settings
+    BH, NT = B * H, cdiv(T, BT)
     NS, n = gla_split(BH * (V // BV), NT, x.device)
-    SN = gates.new_empty(B, H, V, K)
-    part = part_decay = None
-    x = tiles(x, BT, BV)
-    shape = dict(H=H, K=K, V=V, BT=BT, REVERSE=reverse, **launch)
+    x, SN, part, part_decay = tiles(x, BT, BV), gates.new_empty(B, H, V, K), None, None
+    constants = H, K, V, BT, BV, STAGES, reverse
     if NS > 1:
         part, part_decay = gates.new_empty(NS - 1, BH, V, K), gates.new_empty(NS - 1, BH, K)
-        gla_sweep_kernel[(BH * (V // BV), NS - 1)](x, a, None, None, None, None, S0, None, gates, part, part_decay, T, n,
-                                                   OUT=False, STATES=False, LOCAL=True, **shape)
+        launch(gla_sweep_kernel, (BH * (V // BV), NS - 1), options, x, a, None, None, None, None, S0, None, gates, part,
+               part_decay, T, n, *constants, False, False, True)
     OUT, STATES = y is not None, h is not None
-    gla_sweep_kernel[(BH * (V // BV), NS)](
-        x, a, c, tiles(P, BT, BT) if OUT else None, tiles(y, BT, BV) if OUT else None,
-        TensorDescriptor.from_tensor(h, [1, BV, K]) if STATES else None, S0, SN, gates, part, part_decay, T, n,
-        OUT=OUT, STATES=STATES, LOCAL=False, **shape)
+    launch(gla_sweep_kernel, (BH * (V // BV), NS), options, x, a, c, tiles(P, BT, BT) if OUT else None,
+           tiles(y, BT, BV) if OUT else None, Tiles(h, h.shape, h.stride(), [1, BV, K]) if STATES else None, S0, SN, gates,
+           part, part_decay, T, n, *constants, OUT, STATES, False)
     return SN
 
 @torch.library.custom_op("kernels::gla_fwd", mutates_args=())
@@ -473,12 +493,12 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     LMR = q.new_empty(*chunks, 2 * BT + 16, BT)
     gates = q.new_empty(B * H, NT, 3, K, dtype=torch.float32)
     strong = q.new_empty(B * H, NT, dtype=torch.int32)
-    prep, out, _, _ = gla_launch(K, V, q.dtype)
+    (BK, STAGES, options), out, _, _ = gla_launch(K, V, q.dtype)
     io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H, K, BT
     with torch.cuda.device_of(q):
-        gla_matrices_kernel[chunks](segment_ids, LMR, T, BT, num_warps=4)
-        gla_prep_kernel[(B * H, NT)](*io, **prep)
-        gla_strong_kernel[(B * H, NT)](*io, BK=64, num_warps=4, num_stages=1)
+        launch(gla_matrices_kernel, chunks, dict(num_warps=4), segment_ids, LMR, T, BT)
+        launch(gla_prep_kernel, (B * H, NT), options, *io, BK, STAGES)
+        launch(gla_strong_kernel, (B * H, NT), dict(num_warps=4, num_stages=1), *io, 64)
         SN = gla_sweep(v, tiles(ke, BT, K), tiles(qe, BT, K), P, o, None, S0, gates, out, reverse=False)
     return o, SN, LMR, qe, ke, P, gates, strong
 
@@ -499,18 +519,18 @@ def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
     h, dh = q.new_empty(B * H, NT * V, K), q.new_empty(B * H, NT * V, K)
     dP, diagonal = torch.empty_like(P), gates.new_empty(B, T, H)
-    _, out, states, grad = gla_launch(K, V, q.dtype)
-    BK, BV = grad["BK"], grad["BV"]
+    _, out, states, (BK, BV, STAGES, options) = gla_launch(K, V, q.dtype)
     with torch.cuda.device_of(q):
         tqe, tke = tiles(qe, BT, K), tiles(ke, BT, K)
         gla_sweep(v, tke, None, None, None, h, S0, gates, states, reverse=False)
         dS0 = gla_sweep(do, tqe, tke, P, dv, dh, dSN, gates, out, reverse=True)
         tv, tdo = tiles(v, BT, BV), tiles(do, BT, BV)
-        gla_dP_kernel[(B * H, NT)](tv, tdo, segment_ids, LMR, dP, diagonal, scale, T, H, V, BT, BV, STAGES=3, num_warps=4)
-        th, tdh = (TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh))
+        th, tdh = (Tiles(x, x.shape, x.stride(), [1, BV, BK]) for x in (h, dh))
+        launch(gla_dP_kernel, (B * H, NT), dict(num_warps=4), tv, tdo, segment_ids, LMR, dP, diagonal, scale, T,
+               H, V, BT, BV, 3)
         for is_strong in (False, True):
-            gla_grad_kernel[(B * H * (K // BK), NT)](q, k, tv, g, segment_ids, tdo, LMR, dP, diagonal, gates, strong, th,
-                                                     tdh, dq, dk, dg, scale, T, H, K, V, BT, STRONG=is_strong, **grad)
+            launch(gla_grad_kernel, (B * H * (K // BK), NT), options, q, k, tv, g, segment_ids, tdo, LMR, dP, diagonal,
+                   gates, strong, th, tdh, dq, dk, dg, scale, T, H, K, V, BT, BK, BV, STAGES, is_strong)
     return dq, dk, dv, dg, dS0
 
 @gla_bwd.register_fake
@@ -563,9 +583,8 @@ def gla_step_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale
     B, H, K, V = state.shape
     o, BV = torch.empty_like(v), 32
     with torch.cuda.device_of(q):
-        gla_step_kernel[(B * H, cdiv(V, BV))](
-            q, k, v, g, state, o, scale, K, V, *state.stride(), H=H, BK=triton.next_power_of_2(K), BV=BV,
-            num_warps=4, enable_fp_fusion=True)
+        launch(gla_step_kernel, (B * H, cdiv(V, BV)), dict(num_warps=4), q, k, v, g, state, o, scale, K, V,
+               *state.stride(), H, 1 << (K - 1).bit_length(), BV)
     return o
 
 @gla_step_op.register_fake
@@ -1146,7 +1165,7 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     o, BV = torch.empty_like(v), 16
     with torch.cuda.device_of(q):
         gdn_step_kernel[(B * H * triton.cdiv(V, BV),)](q, k, v, g, beta, state, o, scale, *state.stride(), H=H, K=K,
-                                                       V=V, BK=triton.next_power_of_2(K), BV=BV, num_warps=4)
+                                                       V=V, BK=1 << (K - 1).bit_length(), BV=BV, num_warps=4)
     return o
 
 @gdn_step.register_fake
