@@ -367,13 +367,13 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, stron
     b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    SdS = tl.zeros([BK, BK], dtype=tl.float32) # its diagonal is sum_v S dS'
+    SdS = tl.zeros([BK, BK], dtype=tl.float32) # the diagonal is sum_v S dS'
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         b_do = do.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         b_h = h.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
         b_dh = dh.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
-        # (BK, BV) x (BV, BK), 15 times the work needed, and still fewer instructions than elementwise
+        # (BK, BV) x (BV, BK): fewer instructions than the diagonal alone, elementwise
         SdS = tl.dot(tl.trans(b_h), b_dh, SdS, input_precision="tf32x3")
         # S do and dS' v: (BT, BV) x (BV, BK)
         b_dq = tl.dot(b_do, b_h, b_dq, input_precision="tf32x3")
