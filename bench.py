@@ -208,23 +208,28 @@ def operators(op, cfg):
     else:
         yield op + "_chunked", lambda **x: getattr(definitions, op + "_chunked")(**x)[0]
     if CUDA and importlib.util.find_spec("fla"):
-        cut_autotuners(cfg.fla_configs)
-        import fla
+        fla = import_fla(cfg.fla_configs)
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.gla import chunk_gla
         peer = {"gla": chunk_gla, "gated_delta_rule": chunk_gated_delta_rule}[op]
         yield f"fla {fla.__version__}", lambda **x: peer(**x)[0]
 
-def cut_autotuners(n):
-    """From here on Triton's autotuners try n configurations, always the same ones; ours have none."""
+def import_fla(n):
+    """
+    flash-linear-attention to be timed. Triton's autotuners try n configurations from here on (0: all), always the same
+    ones; ours have none. And where FLA refuses its gated-delta backward, as wrong on Hopper with Triton 3.4 to 3.7.0, it
+    is let through: its time is wanted here, not its result.
+    """
+    import fla
     from triton.runtime.autotuner import Autotuner
-    if not n or hasattr(Autotuner, "uncut"):
-        return
-    Autotuner.uncut = Autotuner.prune_configs
-    def prune_configs(self, kwargs):
-        configs = list(self.uncut(kwargs))
-        return random.Random(0).sample(configs, min(n, len(configs)))
-    Autotuner.prune_configs = prune_configs
+    if n and not hasattr(Autotuner, "uncut"):
+        Autotuner.uncut = Autotuner.prune_configs
+        def prune_configs(self, kwargs):
+            configs = list(self.uncut(kwargs))
+            return random.Random(0).sample(configs, min(n, len(configs)))
+        Autotuner.prune_configs = prune_configs
+    importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
+    return fla
 
 def bench_kernels(report, cfgs, copy, matmul):
     report.table("kernels", f"""operators, B T H K V, {DTYPE}.
@@ -294,29 +299,47 @@ def brief(error):
 # ----------------------------------------------------------------------------------------------------------------------
 # the training step
 
-def build(cfg):
+def build(cfg, device=DEVICE):
     torch.manual_seed(0)
     try:
-        with DEVICE:
+        with torch.device(device):
             return LM(cfg)
     except AssertionError as error:
         sys.exit(str(error))
 
-def training_step(cfg, B, T, compiled):
-    """train.py's step on B random rows of T tokens, as a function; and its model. Documents are about 1,000 tokens."""
+def fla_model(cfg):
+    """FLA's model of the config's sizes, which is run as FLA's users run it: eager."""
+    fla = import_fla(cfg.fla_configs)
+    from transformers import AutoModelForCausalLM
+    H, K, V = cfg.n_head, cfg.d_key, cfg.d_value
+    sizes = dict(hidden_size=cfg.n_embd, num_heads=H, num_hidden_layers=cfg.n_layer, intermediate_size=cfg.d_mlp,
+                 vocab_size=cfg.vocab_size, tie_word_embeddings=True, use_cache=False)
+    if cfg.mixer == "gla":
+        fla_cfg = fla.models.GLAConfig(**sizes, expand_k=H * K / cfg.n_embd, expand_v=H * V / cfg.n_embd)
+    else:
+        fla_cfg = fla.models.GatedDeltaNetConfig(**sizes, head_dim=K, expand_v=V / K, conv_size=cfg.conv_size)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(fla_cfg).to(DEVICE)
+
+def training_step(cfg, B, T, compiled, peer=False):
+    """
+    train.py's step on B random rows of T tokens, as a function; and its model, or FLA's of the same sizes (`peer`).
+    Documents are about 1,000 tokens; FLA's model gets no boundaries.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(not peer, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    raw = build(cfg)
+    raw = fla_model(cfg) if peer else build(cfg)
     raw.checkpoint_blocks = cfg.checkpoint_blocks
-    optimizer = torch.optim.AdamW(raw.optim_groups(cfg.weight_decay), betas=(cfg.beta1, cfg.beta2), fused=True)
+    groups = raw.parameters() if peer else raw.optim_groups(cfg.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), fused=True)
     if compiled:
         raw.compile(fullgraph=True, dynamic=False)
     idx, targets = torch.randint(cfg.vocab_size, (2, B, T), device=DEVICE)
     ids = (torch.rand(B, T, device=DEVICE) < 1e-3).cumsum(1, dtype=torch.int32) if cfg.reset_at_eot else None
     def step():
         with autocast(DEVICE):
-            loss = raw(idx, targets, ids)[1]
+            loss = raw(idx, labels=idx).loss if peer else raw(idx, targets, ids)[1]
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), cfg.grad_clip)
         optimizer.found_inf = (~torch.isfinite(loss.detach() + norm)).float()
@@ -347,29 +370,41 @@ def breakdown(step, ms, n=3):
 def bench_train(report, cfgs, copy, matmul):
     name = torch.cuda.get_device_name() if CUDA else ""
     peak = next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf"\b{gpu}\b", name)), None)
-    report.table("train", f"""training step: forward, backward, clipping, fused AdamW on fp32 parameters; random tokens; products in
-{DTYPE}. mfu: FLOPs over the data sheet's {(peak or 0) / 1e12:,.0f} TFLOP/s (0: not known), matmul: over the measured ceiling""",
+    cfg = next(iter(cfgs.values()))
+    report.table("train", f"""training step: forward, backward, clipping, fused AdamW on fp32 parameters; random tokens;
+products in {DTYPE}. mfu: FLOPs over the data sheet's {(peak or 0) / 1e12:,.0f} TFLOP/s (0: not known), matmul: over
+the measured ceiling; ratio: our tok/s over the row's. FLA's models, where installed, have the same sizes, and autotuners
+that try {cfg.fla_configs} configurations""",
                  "model:<16 params:>11,d B:>3d T:>6d ms:>8.2f p10:>8.2f p90:>8.2f first_s:>7.1f tok_s:>8,.0f"
-                 " tflops:>7.3f mfu:>6.1% matmul:>6.1% peak_gb:>7.2f")
-    parts = []
-    for label, cfg in cfgs.items():
-        B, T = cfg.batch_size, cfg.seq_len
-        row = {"model": label, "mixer": cfg.mixer, "B": B, "T": T, "dtype": DTYPE, "compile": cfg.compile}
+                 " tflops:>7.3f mfu:>6.1% matmul:>6.1% peak_gb:>7.2f ratio:>6.2f")
+    parts, ours = [], {} # ours: tok/s by mixer
+    peers = [(f"fla {cfg.mixer}", cfg, True) for cfg in cfgs.values()
+             if CUDA and cfg.mixer != "attention" and importlib.util.find_spec("fla")]
+    for label, cfg, peer in [(label, cfg, False) for label, cfg in cfgs.items()] + peers:
+        B, T, compiled = cfg.batch_size, cfg.seq_len, cfg.compile and not peer
+        row = {"model": label, "mixer": cfg.mixer, "B": B, "T": T, "dtype": DTYPE, "compile": compiled}
         try:
             if CUDA:
+                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            step, raw = training_step(cfg, B, T, cfg.compile)
+            step, raw = training_step(cfg, B, T, compiled, peer)
             first_s = seconds(step)
             warm = max(seconds(step) for _ in range(2))
             times = in_a_row(step, min(30, max(3, int((5 if CUDA else 3) / warm))))
         except torch.OutOfMemoryError:
             report.row(**row, error="out of memory")
             continue
+        except Exception as error: # of a peer; ours has no excuse
+            if not peer:
+                raise
+            report.row(**row, error=brief(error))
+            continue
         rate = B * T / np.median(times) * 1000 # tokens a second
-        flops = rate * raw.flops_per_token(T)
-        report.row(**row, params=raw.num_params(), **spread(times), first_s=first_s, tok_s=rate, tflops=flops / 1e12,
-                   mfu=peak and flops / peak, matmul=flops / matmul,
-                   peak_gb=torch.cuda.max_memory_allocated() / 1e9 if CUDA else None)
+        flops = rate * build(cfg, "meta").flops_per_token(T) # ours count for the peer, its model is the same
+        report.row(**row, params=sum(p.numel() for p in raw.parameters()), **spread(times), first_s=first_s, tok_s=rate,
+                   tflops=flops / 1e12, mfu=peak and flops / peak, matmul=flops / matmul,
+                   peak_gb=torch.cuda.max_memory_allocated() / 1e9 if CUDA else None,
+                   ratio=ours.setdefault(cfg.mixer, rate) / rate)
         if CUDA:
             parts.append((label, breakdown(step, np.median(times))))
         del step, raw
@@ -441,7 +476,10 @@ saved_gb: kept between forward and backward; state_mb: what generation carries o
 # curves
 
 def plot(path, pattern):
-    """Training loss (line) and validation loss (dots) over tokens, of every log.jsonl that `pattern` matches."""
+    """
+    Of every log.jsonl that `pattern` matches: training loss (line) and validation loss (dots) over tokens, and, where
+    train.py --eval_only=True has added it, validation loss by position.
+    """
     logs = sorted(glob.glob(pattern, recursive=True))
     if not logs:
         sys.exit(f"--logs={pattern}: no such file")
@@ -450,7 +488,7 @@ def plot(path, pattern):
     import matplotlib
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, (axes, by_position) = plt.subplots(1, 2, figsize=(14, 5))
     for log in logs:
         with open(log) as f:
             try:
@@ -462,9 +500,14 @@ def plot(path, pattern):
         name = os.path.basename(os.path.dirname(log)) or log
         line, = axes.plot(*curve("loss"), linewidth=1, label=name)
         axes.plot(*curve("val_loss"), "o", color=line.get_color())
+        for points in [r["val_loss_by_position"] for r in records if r.get("val_loss_by_position")][-1:]: # the newest
+            ends, losses, _ = np.array(points, dtype=float).T # null becomes NaN, a gap
+            by_position.plot(ends, losses, "o-", color=line.get_color())
     axes.set(xlabel="tokens, millions", ylabel="loss, nats a token (dots: validation)")
+    by_position.set(xlabel="position up to, tokens", ylabel="validation loss, nats a token", xscale="log")
     axes.legend()
     axes.grid(alpha=0.3)
+    by_position.grid(alpha=0.3)
     try:
         figure.savefig(path, dpi=150, bbox_inches="tight")
     except (OSError, ValueError) as error:

@@ -223,6 +223,8 @@ def heads(qkv, dims, conv, unit_length, segment_ids, state):
     else:
         if conv is not None:
             qkv = conv(qkv, segment_ids)
+        elif unit_length: # Gated DeltaNet has the convolution's SiLU without it too
+            qkv = F.silu(qkv)
         q, k, v = (x.unflatten(-1, (H, -1)) for x in qkv.split([H * K, H * K, H * V], -1))
         if unit_length:
             q, k = unit(q), unit(k)
@@ -404,7 +406,10 @@ class LM(nn.Module):
 
 @torch.no_grad()
 def init_weights(module):
-    """Every parameter's first value, in fp32 whatever the default dtype; norm weights are made as ones."""
+    """
+    Every parameter's first value, in fp32 whatever the default dtype; norm weights are made as ones. As in FLA's models,
+    but for convolutions (normal, std 0.02, there: values so small that the norm's eps counts) and exp(A_log) (0 to 16).
+    """
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
         if getattr(module, "bias", None) is not None:

@@ -90,7 +90,7 @@ def test_config_refuses(tmp_path, arg, sentence):
         config.load(Settings, [arg])
     assert e.value.code == sentence
 
-@pytest.mark.parametrize("name", ["tiny", "gla_340m", "gdn_340m", "transformer_340m"])
+@pytest.mark.parametrize("name", sorted(p.stem for p in pathlib.Path(ROOT, "config").glob("[!_]*.py")))
 def test_config_files(name):
     """Every config loads, passes the checks on its GPUs, and the 340M ones have their parameters."""
     cfg = config.load(train.TrainConfig, [os.path.join(ROOT, "config", name + ".py")])
@@ -100,6 +100,9 @@ def test_config_files(name):
         assert (cfg.data_dir, cfg.out_dir) == ("data/slimpajama-gpt2", "out/" + name)
         with torch.device("meta"):
             assert abs(train.LM(cfg).num_params() / 340e6 - 1) < 0.01
+    if "paper" in name: # what the papers print
+        assert (cfg.learning_rate, cfg.min_lr, cfg.weight_decay, cfg.grad_clip) == (3e-4, 3e-5, 0.01, 1.0)
+        assert (cfg.total_tokens, cfg.warmup_tokens) == (15_000_000_000, 500_000_000)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # prepare.py
@@ -728,6 +731,43 @@ def test_evaluation_does_not_change_training(shards, whole, tmp_path):
     p = trained(shards, tmp_path / "out", "--resume=True", "--n_embd=64")
     refused(p, "n_embd=32", "n_embd=64")
     refused(trained(shards, tmp_path / "out"), "holds checkpoints", "--resume=True")
+
+def test_loss_by_position(shards, whole, tmp_path):
+    """eval_only on two ranks against a loop over documents: one ends a row, one began before it, some are too short."""
+    text = iter(letters(3, 4000))
+    document = lambda n: [256, *(next(x for x in text if x != 256) for _ in range(n - 1))]
+    val = [document(100) + document(128) + document(400), document(60)[1:] + document(127) + document(300) + document(99)]
+    data, out = write_shards(tmp_path / "data", [letters(0, 3000)], val), tmp_path / "out"
+    shutil.copytree(whole, out)
+    saved, _ = train.load_checkpoint(str(out))
+    cfg = train.TrainConfig(**{**saved["config"], "data_dir": data, "eval_tokens": 1024})
+    model = train.LM(cfg)
+    model.load_state_dict(saved["model"])
+    for reset in (True, False):
+        cfg, expected = dataclasses.replace(cfg, reset_at_eot=reset), {128: [], 256: [], 512: []}
+        for shard in val:
+            row = torch.tensor(shard[:513])
+            ids = (row[None, :-1] == 256).cumsum(1, dtype=torch.int32)
+            logits = model(row[None, :-1], segment_ids=ids if reset else None)[0][0]
+            losses = torch.nn.functional.cross_entropy(logits, row[1:], reduction="none").tolist()
+            starts = [i for i in range(512) if row[i] == 256] if reset else [0]
+            for start, stop in zip(starts, [*starts[1:], 512]):
+                for first, end in ((0, 128), (128, 256), (256, 512)):
+                    if stop - start >= end:
+                        expected[end] += losses[start + first:start + end]
+        meta, _ = train.open_data(cfg)
+        got = train.loss_by_position(cfg, model, meta, 0, 1, torch.device("cpu"))
+        assert [(end, n) for end, _, n in got] == [(end, len(x)) for end, x in expected.items() if x]
+        assert len(got) == (2 if reset else 3) # with reset the third document of row 0 and of row 1 reach 256
+        for end, loss, _ in got:
+            assert abs(loss - np.mean(expected[end])) < 1e-5, (end, loss)
+        if reset:
+            p = trained(shards, out, "--eval_only=True", f"--data_dir={data}", "--eval_tokens=1024", "--batch_size=4", prefix=ranks(2))
+            assert p.returncode == 0 and f"position 128 to 256 in the document: loss {got[1][1]:.4f}" in p.stdout, p.stdout + p.stderr
+            *_, last = (out / "log.jsonl").read_text().splitlines()
+            assert np.allclose(json.loads(last)["val_loss_by_position"], got, atol=1e-5)
+    p = trained(shards, out, "--resume=True", "--max_steps=20") # the added record is none of a step
+    assert p.returncode == 0, p.stderr
 
 def killed_twice(shards, out, faulty, *flags, prefix=(), **how):
     """A run killed with SIGKILL in its 8th step, again in the 5th of its second life, that then goes on to its end."""
@@ -1408,6 +1448,9 @@ def test_bench_draws_the_curves_of_runs(tmp_path):
                 loss = None if step == 7 else 5 / step # a step whose loss was not finite
                 print(json.dumps({"step": step, "tokens": step * 1000, "loss": loss, "val_loss": 1.0} if step % 10 == 0 else
                                  {"step": step, "tokens": step * 1000, "loss": loss}), file=f)
+            if run_name == "a": # what --eval_only=True adds
+                print(json.dumps({"step": 49, "tokens": 49_000, "val_loss": 1.0,
+                                  "val_loss_by_position": [[128, 2.0, 500], [256, None, 90]]}), file=f)
     picture = tmp_path / "loss.png"
     p = run("bench.py", f"--plot={picture}", f"--logs={tmp_path}/out/*/log.jsonl")
     if not importlib.util.find_spec("matplotlib"): # needed for this alone, so not in requirements.txt
