@@ -56,8 +56,10 @@ def cdiv(a, b):
 
 def widen(x, least=16):
     """The last dimension zero-padded to the next of SIZES from `least` on (exact: added keys and values are zero)."""
-    size = next(s for s in SIZES if s >= max(least, x.shape[-1]))
-    return (x if size == x.shape[-1] else F.pad(x, (0, size - x.shape[-1]))).contiguous() # padding by 0 would copy
+    D = x.shape[-1]
+    if D < least or D not in SIZES: # padding by 0 would copy
+        x = F.pad(x, (0, next(s for s in SIZES if s >= max(least, D)) - D))
+    return x.contiguous()
 
 class Tiles(TensorDescriptor):
     def __post_init__(self): # leaves out the checks, 2 us on the host for each descriptor
