@@ -75,7 +75,7 @@ def tiles(x, rows, cols):
 COMPILED = {} # kernels by all that decides their code: options, constants, the types and alignments of tensors
 
 def launch(kernel, grid, options, *args):
-    """kernel[grid](*args, **options), grid (x, y), without Triton's search for the compiled kernel, 15 us of host time."""
+    """kernel[grid](*args, **options), grid (x, y), without Triton's search for the compiled kernel: 15 us of the host."""
     if INTERPRET:
         return kernel[grid](*args, **options)
     key = (id(kernel), torch.cuda.current_device(), *options.values(), *[
@@ -442,8 +442,8 @@ def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.con
 
 def gla_launch(K, V, dtype):
     """
-    Tiles, stages and options of prep (BK), the sweep with outputs (BV), the sweep of states alone (BV) and grad (BK, BV);
-    K and V are 64, 128 or 256. bf16 with K up to 128 is the fast case and takes up to 217 KB of shared memory on Hopper;
+    Tiles, stages and options of prep (BK), the sweep with outputs (BV), that of states alone (BV) and grad (BK, BV); K
+    and V are 64, 128 or 256. bf16 with K up to 128 is the fast case and takes up to 217 KB of shared memory on Hopper;
     Ampere, without TMA, takes 40 KB with the same tiles, fp32 124 KB (compiled for sm_80, not run). Against fp64 on an
     H200: dev/log.md says which, and on which build.
     """
@@ -481,13 +481,13 @@ def gla_sweep(x, a, c, P, y, h, S0, gates, settings, reverse):
                part_decay, T, n, *constants, False, False, True)
     OUT, STATES = y is not None, h is not None
     launch(gla_sweep_kernel, (BH * (V // BV), NS), options, x, a, c, tiles(P, BT, BT) if OUT else None,
-           tiles(y, BT, BV) if OUT else None, Tiles(h, h.shape, h.stride(), [1, BV, K]) if STATES else None, S0, SN, gates,
-           part, part_decay, T, n, *constants, OUT, STATES, False)
+           tiles(y, BT, BV) if OUT else None, Tiles(h, h.shape, h.stride(), [1, BV, K]) if STATES else None, S0, SN,
+           gates, part, part_decay, T, n, *constants, OUT, STATES, False)
     return SN
 
 @torch.library.custom_op("kernels::gla_fwd", mutates_args=())
-def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Optional[Tensor]
-            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor],
+            segment_ids: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o and the last state (B, H, V, K); for backward LMR, qe, ke, P, gates and strong."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
     qe, ke, o, P = torch.empty_like(q), torch.empty_like(q), torch.empty_like(v), q.new_empty(B, T, H, BT)
@@ -513,9 +513,9 @@ def _(q, k, v, g, scale, S0, segment_ids):
             q.new_empty(B * H, NT, dtype=torch.int32))
 
 @torch.library.custom_op("kernels::gla_bwd", mutates_args=())
-def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Optional[Tensor],
-            LMR: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor,
-            dSN: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor],
+            segment_ids: Optional[Tensor], LMR: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor,
+            strong: Tensor, do: Tensor, dSN: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg and the gradient (B, H, V, K) of the initial state. The states are computed again, not stored."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
     dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
