@@ -14,6 +14,7 @@ B batch, T time, H heads, K key dim per head, V value dim per head; q, k (B, T, 
 Tiles: BT tokens a chunk, BV values a program, NT chunks. model.py's chunked forms are the definition of both operators.
 TRITON_INTERPRET=1 runs the same kernels on CPU tensors, in fp32.
 """
+import functools
 import os
 from typing import Optional
 
@@ -51,17 +52,41 @@ def check(q, k, v, gates, state, segment_ids=None):
         assert x.dtype in dtypes, f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}"
         assert x.device == q.device, f"{name} is on {x.device} and q on {q.device}"
 
+def cdiv(a, b):
+    return -(-a // b) # triton.cdiv, which kernels can call too, takes 5 us
+
 def widen(x, least=16):
     """The last dimension zero-padded to the next of SIZES from `least` on (exact: added keys and values are zero)."""
-    size = next(s for s in SIZES if s >= max(least, x.shape[-1]))
-    return (x if size == x.shape[-1] else F.pad(x, (0, size - x.shape[-1]))).contiguous() # padding by 0 would copy
+    D = x.shape[-1]
+    if D < least or D not in SIZES: # padding by 0 would copy
+        x = F.pad(x, (0, next(s for s in SIZES if s >= max(least, D)) - D))
+    return x.contiguous()
+
+class Tiles(TensorDescriptor):
+    def __post_init__(self): # leaves out the checks, 2 us on the host for each descriptor
+        pass
 
 def tiles(x, rows, cols):
     """Descriptor of `rows` x `cols` tiles of x (B, T, H, D), indexed [b, t, h * D + d]; the bound cuts a ragged T."""
     B, T, H, D = x.shape
     if x.data_ptr() % 16: # an input that begins inside of another tensor; TMA wants 16 bytes
         x = x.clone()
-    return TensorDescriptor(x, [B, T, H * D], [T * H * D, H * D, 1], [1, rows, cols])
+    return Tiles(x, [B, T, H * D], [T * H * D, H * D, 1], [1, rows, cols])
+
+COMPILED = {} # kernels by all that decides their code: options, constants, the types and alignments of tensors
+
+def launch(kernel, grid, options, *args):
+    """kernel[grid](*args, **options), grid (x, y), without Triton's search for the compiled kernel: 15 us of the host."""
+    if INTERPRET:
+        return kernel[grid](*args, **options)
+    key = (id(kernel), torch.cuda.current_device(), *options.values(), *[
+        x if type(x) in (int, bool, float, type(None)) else
+        (x.base.dtype, *x.block_shape) if type(x) is Tiles else (x.dtype, x.data_ptr() % 16)
+        for param, x in zip(kernel.params, args) if not param.do_not_specialize])
+    if key in COMPILED:
+        COMPILED[key][(*grid, 1)](*args)
+    else:
+        COMPILED[key] = kernel[grid](*args, **options)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Gated Linear Attention
@@ -84,68 +109,86 @@ def tiles(x, rows, cols):
 #
 # Ranges. qe and ke have no positive exponent. P is one product around the middle row m of the chunk,
 #   P = scale (q e^E) (k e^{-E})^T,   E = G - G_m,                                                                  (10)
-# and stays in range while |E| <= REACH. In a chunk that exceeds it ("strong", decided on the device) each pair j < i
-# belongs to the level of its first differing bit: at the level of blocks of 2w rows, i lies in the late half, j in the
-# early half, and r is the last early row. Then G_i - G_r and G_r - G_j are sums of g, <= 0 for gates of any strength:
+# and stays in range while |E| <= REACH. In a chunk where g of half the rows sums to more ("strong", decided on the
+# device) each pair j < i belongs to the level of its first differing bit: at the level of blocks of 2w rows, i lies in
+# the late half, j in the early half, and r is the last early row. Then G_i - G_r and G_r - G_j are sums of g, <= 0 for
+# gates of any strength:
 #   X = e^{G - G_r} in late rows, e^{G_r - G} in early ones;   Z = X q in late rows, X k in early ones              (11)
 #   P_ij = scale (Z Z^T)_ij,   X dP Z the intra part of dq in late rows,   X dP^T Z that of dk in early ones        (12)
 # Documents. Where segment ids differ, P_ij = 0; rows outside the entering state's segment have qe = 0, those outside
-# the leaving state's ke = 0; and e^{G_last} = 0 unless the two are one. Sums of g never cross a boundary: they go
-# through L, L_ij = 1 for j < i of one segment, and E is taken from row m only in the segment of m, from the segment's
-# start in the others, which are 32 rows at most. So one document's inputs do not touch another's outputs by a bit.
+# the leaving state's ke = 0; and e^{G_last} = 0 unless the two are one. Sums of g are products with constant matrices,
+#   L_ij = 1 for j < i of one segment,   M_ij = L_ij + [i = j] - [j <= m, both i and j of the segment of m],
+#   E = M g,   R g = (enter, leave, G_last, sum to row m, sum from there on),   G = enter + E,   G_last - G = leave - E,
+# so none crosses a boundary: E is taken from row m in the segment of m, from the segment's start in the others, which
+# are 32 rows at most, and one document's inputs do not touch another's outputs by a bit. Without segments all chunks
+# share one L, M and R, and the compiler drops every mask.
 #
-#   name       symbol                    shape            dtype    written by     read by
-#   L          L                         (B, T, BT)       as q     lower          prep, strong, dP, grad
-#   qe, ke     qe, ke                    (B, T, H, K)     as q     prep, strong   sweep
-#   P          P                         (B, T, H, BT)    as q     prep, strong   sweep
-#   middle     G_m in the segment of m   (B H, NT, K)     fp32     prep           strong, grad
-#   leave      G_last - G = leave - E    (B H, NT, K)     fp32     prep           strong, grad
-#   decay      e^{G_last}                (B H, NT, K)     fp32     prep           sweep, grad
-#   h, dh      S^T, dS'^T                (B H, NT V, K)   as q     sweep          grad
-#   dP         scale dP for j < i        (B, T, H, BT)    as q     dP             grad
-# All but the last two rows are kept for backward, which computes h again. The state is held transposed, (V, K): it is
-# then the first operand of each of its products and never leaves registers.
+#   name       symbol                    shape                   dtype    written by     read by
+#   LMR        L, M, R                   (B, NT, 2 BT + 16, BT)  as q     matrices       prep, strong, dP, grad
+#   qe, ke     qe, ke                    (B, T, H, K)            as q     prep, strong   sweep
+#   P          P                         (B, T, H, BT)           as q     prep, strong   sweep
+#   gates      enter, leave, e^{G_last}  (B H, NT, 3, K)         fp32     prep           strong, sweep, grad
+#   strong     0 or 1                    (B H, NT)               int32    prep           strong, grad
+#   h, dh      S^T, dS'^T                (B H, NT V, K)          as q     sweep          grad
+#   dP         scale dP for j < i        (B, T, H, BT)           as q     dP             grad
+# E, enter and leave are in units of log 2. All but the last two rows are kept for backward, which computes h again. The
+# state is held transposed, (V, K): it is then the first operand of each of its products and never leaves registers.
 # Per token and head, forward and backward: 14 K V + BT (16 K + 6 V) FLOPs, 16 K + 9 V + 5 BT + 4 K V / BT values moved.
 
-REACH = tl.constexpr(64.0) # e^64 is 6e27: times any q or k it fits bf16
-PREC = tl.constexpr("tf32x3") # of fp32 products; bf16 products are exact
+REACH = tl.constexpr(92.0) # 2^92 is 5e27: times any q or k it fits bf16
 
 @triton.jit
 def gla_segments(segment_ids, i_b, i_t, T, BT: tl.constexpr):
     """Of chunk i_t: the segment of each row (BT,), of the entering state, of row m and of the leaving state."""
-    ids = segment_ids + i_b.to(tl.int64) * T
-    t, end = i_t * BT, T - 1
-    seg, first = tl.load(ids + tl.minimum(t + tl.arange(0, BT), end)), tl.load(ids + tl.maximum(t - 1, 0))
-    return seg, first, tl.load(ids + tl.minimum(t + BT // 2 - 1, end)), tl.load(ids + tl.minimum(t + BT - 1, end))
+    t, end, zero = i_t * BT, T - 1, i_t * 0
+    seg, first, mid, last = tl.zeros([BT], dtype=tl.int32), zero, zero, zero # constants: no test of them is compiled
+    if segment_ids is not None:
+        ids = segment_ids + i_b.to(tl.int64) * T
+        seg, first = tl.load(ids + tl.minimum(t + tl.arange(0, BT), end)), tl.load(ids + tl.maximum(t - 1, 0))
+        mid, last = tl.load(ids + tl.minimum(t + BT // 2 - 1, end)), tl.load(ids + tl.minimum(t + BT - 1, end))
+    return seg, first, mid, last
 
 @triton.jit
 def gla_matsum(M, x, DT: tl.constexpr):
-    """M x for M (BT, BT) of 0 and 1; where fp32 x meets bf16 M, as high + low parts: to 2^-17 of x."""
-    M = M.to(DT)
-    # (BT, BT) x (BT, *)
+    """M x for M (*, BT) of -1, 0 and 1 in DT; where fp32 x meets bf16 M, as high + low parts: to 2^-17 of x."""
+    # (*, BT) x (BT, *)
     if x.dtype == DT:
-        s = tl.dot(M, x, input_precision=PREC)
+        s = tl.dot(M, x, input_precision="tf32x3")
     else:
         high = x.to(DT)
-        s = tl.dot(M, high, input_precision=PREC)
-        s = tl.dot(M, (x - high.to(tl.float32)).to(DT), s, input_precision=PREC)
+        s = tl.dot(M, high, input_precision="tf32x3")
+        s = tl.dot(M, (x - high.to(tl.float32)).to(DT), s, input_precision="tf32x3")
     return s
 
 @triton.jit
-def gla_rows(i_b, i_h, i_t, i_k, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """Offsets of a chunk's rows in a (B, T, H, K) tensor, keys from i_k on: (BT, BK); and which rows are below T."""
-    t = i_t * BT + tl.arange(0, BT)
-    return (((i_b.to(tl.int64) * T + t) * H + i_h) * K + i_k)[:, None] + tl.arange(0, BK)[None, :], (t < T)[:, None]
+def gla_rows(x, i_b, i_h, i_t, i_k, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+    """Pointers to a chunk's rows of x (B, T, H, K), keys from i_k on: (BT, BK)."""
+    x += ((i_b.to(tl.int64) * T + i_t * BT) * H + i_h) * K + i_k
+    return x + tl.arange(0, BT)[:, None] * (H * K) + tl.arange(0, BK)[None, :]
+
+@triton.jit
+def gla_matrix(LMR, segment_ids, i_b, i_t, row, n: tl.constexpr, BT: tl.constexpr):
+    """Rows row + [0, n) of a chunk's LMR: (n, BT). Without segments all chunks share one."""
+    if segment_ids is not None:
+        LMR += (i_b.to(tl.int64) * tl.num_programs(1) + i_t) * ((2 * BT + 16) * BT)
+    return tl.load(LMR + (row + tl.arange(0, n)[:, None]) * BT + tl.arange(0, BT)[None, :])
 
 @triton.jit(do_not_specialize=["T"])
-def gla_lower_kernel(segment_ids, L, T, BT: tl.constexpr):
-    """L (B, T, BT): L_ij = 1 where j < i and both rows of the chunk are of one segment, else 0. Grid (B, NT)."""
+def gla_matrices_kernel(segment_ids, LMR, T, BT: tl.constexpr):
+    """L, M and R of (10) for each chunk. Grid (B, NT), or (1, 1) without segments."""
     i_b, i_t = tl.program_id(0), tl.program_id(1)
-    o = tl.arange(0, BT)
+    i, r, j = tl.arange(0, BT)[:, None], tl.arange(0, 16)[:, None], tl.arange(0, BT)[None, :]
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    row, live = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
-    b_L = tl.where((o[None, :] < o[:, None]) & (seg[:, None] == seg[None, :]), 1.0, 0.0)
-    tl.store(L + row, b_L.to(L.dtype.element_ty), mask=live)
+    row, col = seg[:, None], seg[None, :]
+    LMR += (i_b.to(tl.int64) * tl.num_programs(1) + i_t) * ((2 * BT + 16) * BT)
+    L = (j < i) & (row == col)
+    tl.store(LMR + i * BT + j, tl.where(L, 1.0, 0.0))
+    early = j < BT // 2 # columns up to m
+    M = tl.where(L | (i == j), 1.0, 0.0) - tl.where((row == mid) & (col == mid) & early, 1.0, 0.0)
+    tl.store(LMR + (BT + i) * BT + j, M)
+    enter, leave = early & (col == mid) & (first == mid), (col == last) & ~(early & (last == mid))
+    R = (r == 0) & enter | (r == 1) & leave | (r == 2) | (r == 3) & early | (r == 4) & ~early
+    tl.store(LMR + (2 * BT + r) * BT + j, tl.where(R, 1.0, 0.0))
 
 @triton.jit
 def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
@@ -157,56 +200,55 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
     after, before = o[None, :] > r[:, None], o[None, :] <= r[:, None]
     M = tl.where(late[:, None], after & (o[None, :] <= o[:, None]), before & (o[None, :] > o[:, None]))
     M = M & (seg[:, None] == seg[None, :])
-    X = tl.exp(gla_matsum(tl.where(M, 1.0, 0.0), b_g, DT)) # <= 1
+    X = tl.exp2(gla_matsum(tl.where(M, 1.0, 0.0).to(DT), b_g, DT) * LOG2E) # <= 1
     Z = (tl.where(late[:, None], b_q, b_k).to(tl.float32) * X).to(DT)
     pair = late[:, None] & ~late[None, :] & (r[:, None] == r[None, :]) & (seg[:, None] == seg[None, :])
     return X, Z, late, pair
 
-@triton.jit(do_not_specialize=["T"])
-def gla_prep_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, decay, strong, scale, T, H: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "scale"])
+def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H: tl.constexpr,
                     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
     """Eq. (2) of a chunk by (10), and whether it is strong, thus to be done again. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t # of a (B H, NT, *) tensor
     DT: tl.constexpr = q.dtype.element_ty
-    o = tl.arange(0, BT)
-    early = (o < BT // 2)[:, None] # rows up to m
+    o, r = tl.arange(0, BT), tl.arange(0, 16)[:, None]
+    live = (i_t * BT + o < T)[:, None]
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    m_first, m_mid, m_last = (seg == first)[:, None], (seg == mid)[:, None], (seg == last)[:, None]
-    o_t, m_t = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
-    b_L = tl.load(L + o_t, mask=m_t, other=0.0)
+    M, R = gla_matrix(LMR, segment_ids, i_b, i_t, BT, BT, BT), gla_matrix(LMR, segment_ids, i_b, i_t, 2 * BT, 16, BT)
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
-    reach = tl.zeros([BT], dtype=tl.float32)
+    least = tl.zeros([16, BK], dtype=tl.float32)
     for i_k in tl.range(0, K, BK, num_stages=STAGES):
-        row, live = gla_rows(i_b, i_h, i_t, i_k, T, H, K, BT, BK)
-        b_q = tl.load(q + row, mask=live, other=0.0)
-        b_k = tl.load(k + row, mask=live, other=0.0)
-        b_g = tl.load(g + row, mask=live, other=0.0)
-        b_middle = tl.sum(tl.where(early & m_mid, b_g.to(tl.float32), 0.0), 0)
-        b_leave = tl.sum(tl.where(m_last & ~(early & (last == mid)), b_g.to(tl.float32), 0.0), 0)
-        b_enter = b_middle * (first == mid).to(tl.float32)
-        E = gla_matsum(b_L, b_g, DT) + b_g - tl.where(m_mid, b_middle[None, :], 0.0)
-        reach = tl.maximum(reach, tl.max(tl.abs(E), 1))
-        qx, kx = b_q * tl.exp(E), b_k * tl.exp(-E) # q e^E, k e^{-E}: infinite in some strong chunks
-        b_qe = tl.where(m_first, qx * (scale * tl.exp(b_enter))[None, :], 0.0)
-        tl.store(qe + row, b_qe.to(DT), mask=live)
-        b_ke = tl.where(m_last, kx * tl.exp(b_leave)[None, :], 0.0)
-        tl.store(ke + row, b_ke.to(DT), mask=live)
-        o_c = i_c * K + i_k + tl.arange(0, BK)
-        tl.store(middle + o_c, b_middle)
-        tl.store(leave + o_c, b_leave)
-        tl.store(decay + o_c, tl.exp(b_enter + b_leave) * (first == last).to(tl.float32))
+        b_q = tl.load(gla_rows(q, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        b_k = tl.load(gla_rows(k, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        # (16, BT) x (BT, BK)
+        sums = gla_matsum(R, b_g, DT) * LOG2E
+        least = tl.minimum(least, sums)
+        b_enter, b_leave = tl.sum(tl.where(r == 0, sums, 0.0), 0), tl.sum(tl.where(r == 1, sums, 0.0), 0)
+        decay = tl.where(first == last, tl.exp2(sums), 0.0)
+        o_c = (i_c * 3 * K + i_k) + r * K + tl.arange(0, BK)[None, :]
+        tl.store(gates + o_c, tl.where(r == 2, decay, sums), mask=r < 3)
+        # (BT, BT) x (BT, BK)
+        E = gla_matsum(M, b_g, DT) * LOG2E
+        qx = b_q * tl.exp2(E) # q e^E, and below k e^{-E}: infinite in some strong chunks
+        b_qe = tl.where((seg == first)[:, None], qx * (scale * tl.exp2(b_enter))[None, :], 0.0)
+        tl.store(gla_rows(qe, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_qe.to(DT), mask=live)
+        kx = b_k * tl.exp2(-E)
+        b_ke = tl.where((seg == last)[:, None], kx * tl.exp2(b_leave)[None, :], 0.0)
+        tl.store(gla_rows(ke, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_ke.to(DT), mask=live)
         # (10): (BT, BK) x (BK, BT); above the diagonal it may overflow
-        b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision=PREC)
-    b_P = tl.where((b_L > 0) | (o[:, None] == o[None, :]), b_P * scale, 0.0)
-    o_t, m_t = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
-    tl.store(P + o_t, b_P.to(DT), mask=m_t)
-    tl.store(strong + i_c, (tl.max(reach, 0) > REACH).to(tl.int32))
+        b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision="tf32x3")
+    lower = (gla_matrix(LMR, segment_ids, i_b, i_t, 0, BT, BT) > 0) | (o[:, None] == o[None, :])
+    b_P = tl.where(lower, b_P * scale, 0.0)
+    tl.store(gla_rows(P, i_b, i_h, i_t, 0, T, H, BT, BT, BT), b_P.to(DT), mask=live)
+    least = tl.where(r >= 3, least, 0.0) # the sums of the halves
+    tl.store(strong + i_c, (tl.min(tl.min(least, 0), 0) < -REACH).to(tl.int32))
 
-@triton.jit(do_not_specialize=["T"])
-def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong, scale, T, H: tl.constexpr,
-                      K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+@triton.jit(do_not_specialize=["T", "scale"])
+def gla_strong_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H: tl.constexpr, K: tl.constexpr,
+                      BT: tl.constexpr, BK: tl.constexpr):
     """Eq. (2) of a strong chunk, P by (12). Grid (B H, NT); returns at once where the chunk is not strong."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
@@ -215,36 +257,33 @@ def gla_strong_kernel(q, k, g, segment_ids, L, qe, ke, P, middle, leave, strong,
         return
     DT: tl.constexpr = q.dtype.element_ty
     o = tl.arange(0, BT)
+    live = (i_t * BT + o < T)[:, None]
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
-    o_t, m_t = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
-    b_L = tl.load(L + o_t, mask=m_t, other=0.0)
+    M = gla_matrix(LMR, segment_ids, i_b, i_t, BT, BT, BT)
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(0, K, BK):
-        row, live = gla_rows(i_b, i_h, i_t, i_k, T, H, K, BT, BK)
-        b_q = tl.load(q + row, mask=live, other=0.0)
-        b_k = tl.load(k + row, mask=live, other=0.0)
-        b_g = tl.load(g + row, mask=live, other=0.0)
-        o_c = i_c * K + i_k + tl.arange(0, BK)
-        b_middle = tl.load(middle + o_c)
-        E = gla_matsum(b_L, b_g, DT) + b_g - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
-        G = E + (b_middle * (first == mid).to(tl.float32))[None, :]
-        b_qe = tl.where((seg == first)[:, None], b_q * tl.exp(G) * scale, 0.0)
-        b_ke = tl.where((seg == last)[:, None], b_k * tl.exp(tl.load(leave + o_c)[None, :] - E), 0.0)
-        tl.store(qe + row, b_qe.to(DT), mask=live)
-        tl.store(ke + row, b_ke.to(DT), mask=live)
+        b_q = tl.load(gla_rows(q, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        b_k = tl.load(gla_rows(k, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        o_c = i_c * 3 * K + i_k + tl.arange(0, BK)
+        b_enter, b_leave = tl.load(gates + o_c), tl.load(gates + o_c + K)
+        E = gla_matsum(M, b_g, DT) * LOG2E
+        b_qe = tl.where((seg == first)[:, None], b_q * tl.exp2(E + b_enter[None, :]) * scale, 0.0)
+        tl.store(gla_rows(qe, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_qe.to(DT), mask=live)
+        b_ke = tl.where((seg == last)[:, None], b_k * tl.exp2(b_leave[None, :] - E), 0.0)
+        tl.store(gla_rows(ke, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_ke.to(DT), mask=live)
         diagonal = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
         b_P += tl.where(o[:, None] == o[None, :], diagonal[:, None], 0.0)
         for level in range(6): # BT = 2^6
             X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
             # Z Z^T: (BT, BK) x (BK, BT)
-            b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision=PREC), 0.0)
-    o_t, m_t = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
-    tl.store(P + o_t, (b_P * scale).to(DT), mask=m_t)
+            b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision="tf32x3"), 0.0)
+    tl.store(gla_rows(P, i_b, i_h, i_t, 0, T, H, BT, BT, BT), (b_P * scale).to(DT), mask=live)
 
 @triton.jit(do_not_specialize=["T", "n"])
-def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H: tl.constexpr, K: tl.constexpr,
-                     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr, OUT: tl.constexpr,
-                     STATES: tl.constexpr, LOCAL: tl.constexpr, STAGES: tl.constexpr):
+def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, gates, part, part_decay, T, n, H: tl.constexpr, K: tl.constexpr,
+                     V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, REVERSE: tl.constexpr,
+                     OUT: tl.constexpr, STATES: tl.constexpr, LOCAL: tl.constexpr):
     """
     The state through the chunks, S <- decay S + a^T x: (4) with a = ke, x = v, or REVERSE (5) with a = qe, x = do.
     OUT writes y = c S + P x with c = qe, (3), or y = c S + P^T x with c = ke, (6); STATES writes S as each chunk meets
@@ -270,18 +309,18 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H:
         i_t = NT - 1 - j if REVERSE else j
         b_a = a.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
         b_x = x.load([i_b, i_t * BT, i_h * V + i_v]).reshape(BT, BV)
-        b_decay = tl.load(decay + (i_bh.to(tl.int64) * NT + i_t) * K + o_k)
+        b_decay = tl.load(gates + ((i_bh.to(tl.int64) * NT + i_t) * 3 + 2) * K + o_k)
         if STATES:
             h.store([i_bh, i_t * V + i_v, 0], S.to(b_a.dtype).reshape(1, BV, K))
         if OUT:
             b_c = c.load([i_b, i_t * BT, i_h * K]).reshape(BT, K)
             b_P = P.load([i_b, i_t * BT, i_h * BT]).reshape(BT, BT)
             # (3) transposed: (BV, K) x (K, BT) + (BV, BT) x (BT, BT)
-            yT = tl.dot(S.to(b_a.dtype), tl.trans(b_c), input_precision=PREC)
-            yT = tl.dot(tl.trans(b_x), b_P if REVERSE else tl.trans(b_P), yT, input_precision=PREC)
+            yT = tl.dot(S.to(b_a.dtype), tl.trans(b_c), input_precision="tf32x3")
+            yT = tl.dot(tl.trans(b_x), b_P if REVERSE else tl.trans(b_P), yT, input_precision="tf32x3")
             y.store([i_b, i_t * BT, i_h * V + i_v], tl.trans(yT).to(b_a.dtype).reshape(1, BT, BV))
         # (4) or (5) transposed: (BV, BT) x (BT, K)
-        S = tl.dot(tl.trans(b_x), b_a, S * b_decay[None, :], input_precision=PREC)
+        S = tl.dot(tl.trans(b_x), b_a, S * b_decay[None, :], input_precision="tf32x3")
         if LOCAL:
             total *= b_decay
     if LOCAL:
@@ -290,8 +329,8 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, decay, part, part_decay, T, n, H:
     elif i_s == tl.num_programs(1) - 1:
         tl.store(SN + i_bh.to(tl.int64) * V * K + tile, S)
 
-@triton.jit(do_not_specialize=["T"])
-def gla_dP_kernel(v, do, L, dP, diagonal, scale, T, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "scale"])
+def gla_dP_kernel(v, do, segment_ids, LMR, dP, diagonal, scale, T, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
                   BV: tl.constexpr, STAGES: tl.constexpr):
     """scale dP of (6) in a chunk, its diagonal (B, T, H) apart, in fp32. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
@@ -301,84 +340,87 @@ def gla_dP_kernel(v, do, L, dP, diagonal, scale, T, H: tl.constexpr, V: tl.const
         b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         b_do = do.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         # (BT, BV) x (BV, BT)
-        b_dP = tl.dot(b_do, tl.trans(b_v), b_dP, input_precision=PREC)
+        b_dP = tl.dot(b_do, tl.trans(b_v), b_dP, input_precision="tf32x3")
     b_dP *= scale
     o = tl.arange(0, BT)
     b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)
     tl.store(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, b_diagonal, mask=t0 + o < T)
-    row, live = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
-    b_dP = tl.where(tl.load(L + row, mask=live, other=0.0) > 0, b_dP, 0.0)
-    row, live = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
-    tl.store(dP + row, b_dP.to(dP.dtype.element_ty), mask=live)
+    b_dP = tl.where(gla_matrix(LMR, segment_ids, i_b, i_t, 0, BT, BT) > 0, b_dP, 0.0)
+    rows = gla_rows(dP, i_b, i_h, i_t, 0, T, H, BT, BT, BT)
+    tl.store(rows, b_dP.to(dP.dtype.element_ty), mask=(t0 + o < T)[:, None])
 
-@triton.jit(do_not_specialize=["T"])
-def gla_grad_kernel(q, k, v, g, segment_ids, do, L, dP, diagonal, middle, leave, decay, strong, h, dh, dq, dk, dg,
-                    scale, T, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                    BV: tl.constexpr, STRONG: tl.constexpr, STAGES: tl.constexpr):
-    """Eqs. (7) to (9) of a chunk for BK keys. Grid (B H K/BK, NT); returns at once where the chunk is not as STRONG."""
+@triton.jit(do_not_specialize=["T", "scale"])
+def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, strong, h, dh, dq, dk, dg, scale, T,
+                    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+                    BV: tl.constexpr, STAGES: tl.constexpr, STRONG: tl.constexpr):
+    """Eqs. (7) to (9) of a chunk for BK keys, stored where the chunk is as STRONG. Grid (B H K/BK, NT)."""
     i_bh, i_k, i_t = tl.program_id(0) // (K // BK), tl.program_id(0) % (K // BK) * BK, tl.program_id(1)
     i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
     i_c = i_bh.to(tl.int64) * tl.num_programs(1) + i_t
-    if tl.load(strong + i_c) != STRONG:
-        return
+    is_strong = tl.load(strong + i_c)
+    if STRONG: # the other pass doesn't wait for the answer: it only stores by it
+        if is_strong == 0:
+            return
     DT: tl.constexpr = v.dtype
+    o = tl.arange(0, BT)
+    live = (t0 + o < T)[:, None]
     # by pointer: these loads stay in flight through the loop
-    row, live = gla_rows(i_b, i_h, i_t, i_k, T, H, K, BT, BK)
-    b_q = tl.load(q + row, mask=live, other=0.0)
-    b_k = tl.load(k + row, mask=live, other=0.0)
-    b_g = tl.load(g + row, mask=live, other=0.0)
+    b_q = tl.load(gla_rows(q, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+    b_k = tl.load(gla_rows(k, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+    b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    SdS = tl.zeros([16, BK], dtype=tl.float32) # sum_v S dS', in 16 parts
+    SdS = tl.zeros([BK, BK], dtype=tl.float32) # the diagonal is sum_v S dS'
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         b_do = do.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
         b_h = h.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
         b_dh = dh.load([i_bh, i_t * V + i_v, i_k]).reshape(BV, BK)
-        SdS += tl.sum((b_h.to(tl.float32) * b_dh.to(tl.float32)).reshape(BV // 16, 16, BK), 0)
+        # (BK, BV) x (BV, BK): fewer instructions than the diagonal alone, elementwise
+        SdS = tl.dot(tl.trans(b_h), b_dh, SdS, input_precision="tf32x3")
         # S do and dS' v: (BT, BV) x (BV, BK)
-        b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
-        b_dk = tl.dot(b_v, b_dh, b_dk, input_precision=PREC)
+        b_dq = tl.dot(b_do, b_h, b_dq, input_precision="tf32x3")
+        b_dk = tl.dot(b_v, b_dh, b_dk, input_precision="tf32x3")
 
     seg, first, mid, last = gla_segments(segment_ids, i_b, i_t, T, BT)
     m_first, m_last = (seg == first)[:, None], (seg == last)[:, None]
-    o_c = i_c * K + i_k + tl.arange(0, BK)
-    b_middle, b_leave, b_y = tl.load(middle + o_c), tl.load(leave + o_c), tl.load(decay + o_c) * tl.sum(SdS, 0)
-    b_enter = b_middle * (first == mid).to(tl.float32)
-    t = t0 + tl.arange(0, BT)
-    b_diagonal = tl.load(diagonal + (i_b.to(tl.int64) * T + t) * H + i_h, mask=t < T, other=0.0)[:, None]
-    o_t, m_t = gla_rows(i_b, i_h, i_t, 0, T, H, BT, BT, BT)
-    b_dP = tl.load(dP + o_t, mask=m_t, other=0.0) # zero on the diagonal and above
-    o_t, m_t = gla_rows(i_b, 0, i_t, 0, T, 1, BT, BT, BT)
-    b_L = tl.load(L + o_t, mask=m_t, other=0.0)
-    E = gla_matsum(b_L, b_g, DT) + b_g - tl.where((seg == mid)[:, None], b_middle[None, :], 0.0)
+    b_L, M = gla_matrix(LMR, segment_ids, i_b, i_t, 0, BT, BT), gla_matrix(LMR, segment_ids, i_b, i_t, BT, BT, BT)
+    o_k = tl.arange(0, BK)
+    o_c = i_c * 3 * K + i_k + o_k
+    b_enter, b_leave = tl.load(gates + o_c), tl.load(gates + o_c + K)
+    b_y = tl.load(gates + o_c + 2 * K) * tl.sum(tl.where(o_k[:, None] == o_k[None, :], SdS, 0.0), 1)
+    b_diagonal = tl.load(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, mask=t0 + o < T, other=0.0)[:, None]
+    # zero on the diagonal and above
+    b_dP = tl.load(gla_rows(dP, i_b, i_h, i_t, 0, T, H, BT, BT, BT), mask=live, other=0.0)
+    E = gla_matsum(M, b_g, DT) * LOG2E
     if STRONG:
-        b_dq = tl.where(m_first, b_dq * tl.exp(E + b_enter[None, :]) * scale, 0.0)
-        b_dk = tl.where(m_last, b_dk * tl.exp(b_leave[None, :] - E), 0.0)
+        b_dq = tl.where(m_first, b_dq * tl.exp2(E + b_enter[None, :]) * scale, 0.0)
+        b_dk = tl.where(m_last, b_dk * tl.exp2(b_leave[None, :] - E), 0.0)
         b_a = b_k * b_dk
         both = b_dP + tl.trans(b_dP)
         for level in range(6):
             X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
             # (12): (BT, BT) x (BT, BK)
-            XdPZ = X * tl.dot(tl.where(pair | tl.trans(pair), both, 0.0), Z, input_precision=PREC)
+            XdPZ = X * tl.dot(tl.where(pair | tl.trans(pair), both, 0.0), Z, input_precision="tf32x3")
             b_dq += tl.where(late[:, None], XdPZ, 0.0)
             b_dk += tl.where(late[:, None], 0.0, XdPZ)
     else:
         # (7) and (8) around row m, as (10): (BT, BT) x (BT, BK)
-        X, Y = tl.exp(E), tl.exp(-E)
+        X, Y = tl.exp2(E), tl.exp2(-E)
         kx = b_k * Y
-        b_dq = tl.where(m_first, b_dq * (scale * tl.exp(b_enter))[None, :], 0.0)
-        b_dq = tl.dot(b_dP, kx.to(DT), b_dq, input_precision=PREC) * X
-        b_dk = tl.where(m_last, b_dk * tl.exp(b_leave)[None, :], 0.0)
+        b_dq = tl.where(m_first, b_dq * (scale * tl.exp2(b_enter))[None, :], 0.0)
+        b_dq = tl.dot(b_dP, kx.to(DT), b_dq, input_precision="tf32x3") * X
+        b_dk = tl.where(m_last, b_dk * tl.exp2(b_leave)[None, :], 0.0)
         b_a = kx * b_dk
-        b_dk = tl.dot(tl.trans(b_dP), (b_q * X).to(DT), b_dk, input_precision=PREC) * Y
-    tl.store(dq + row, (b_dq + b_diagonal * b_k).to(DT), mask=live)
-    tl.store(dk + row, (b_dk + b_diagonal * b_q).to(DT), mask=live)
-    # (9), L of j < i: (BT, BT) x (BT, BK)
+        b_dk = tl.dot(tl.trans(b_dP), (b_q * X).to(DT), b_dk, input_precision="tf32x3") * Y
+        live = (t0 + o < tl.where(is_strong == 0, T, 0))[:, None]
+    tl.store(gla_rows(dq, i_b, i_h, i_t, i_k, T, H, K, BT, BK), (b_dq + b_diagonal * b_k).to(DT), mask=live)
+    tl.store(gla_rows(dk, i_b, i_h, i_t, i_k, T, H, K, BT, BK), (b_dk + b_diagonal * b_q).to(DT), mask=live)
+    # (9): (BT, BT) x (BT, BK)
     b_x = b_q * b_dq - (b_k * b_dk - b_a)
     b_dg = gla_matsum(tl.trans(b_L), b_x, DT) + b_x + b_y[None, :]
-    b_dg = tl.dot(b_L, b_a.to(DT), b_dg, input_precision=PREC)
-    tl.store(dg + row, b_dg.to(dg.dtype.element_ty), mask=live)
+    b_dg = tl.dot(b_L, b_a.to(DT), b_dg, input_precision="tf32x3")
+    tl.store(gla_rows(dg, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_dg.to(dg.dtype.element_ty), mask=live)
 
 @triton.jit
 def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.constexpr, BK: tl.constexpr,
@@ -401,101 +443,101 @@ def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.con
 
 def gla_launch(K, V, dtype):
     """
-    Launch settings of prep, sweep with outputs, sweep of states alone, grad; K and V are 64, 128 or 256. bf16 with K up to
-    128 is the fast case and takes up to 217 KB of shared memory on Hopper; Ampere, which has no TMA, stays under 99 KB
-    with the same tiles (compiled for sm_80, not run). Against fp64 on an H200: dev/log.md says which, and on which build.
+    Tiles, stages and options of prep (BK), the sweep with outputs (BV), that of states alone (BV) and grad (BK, BV); K
+    and V are 64, 128 or 256. bf16 with K up to 128 is the fast case and takes up to 217 KB of shared memory on Hopper;
+    Ampere, without TMA, takes 40 KB with the same tiles, fp32 124 KB (compiled for sm_80, not run). Against fp64 on an
+    H200: dev/log.md says which, and on which build.
     """
-    run = dict(enable_fp_fusion=True)
-    prep = dict(BK=64, STAGES=3, num_warps=4, **run)
-    grad = dict(BK=64, BV=64, STAGES=3 if dtype == torch.bfloat16 else 2, num_warps=4, **run)
-    if dtype == torch.bfloat16 and K <= 128:
-        out = dict(BV=min(V, 128), STAGES=3, num_warps=8, **run)
-        states = dict(BV=64, STAGES=3, num_warps=4, **run)
-    elif dtype == torch.bfloat16 or K <= 128:
-        out = dict(BV=32, STAGES=2, num_warps=8, **run)
-        states = dict(BV=32, STAGES=2, num_warps=4, **run)
-    else:
-        out = dict(BV=16, STAGES=1, num_warps=4, **run)
-        states = dict(BV=32, STAGES=2, num_warps=4, **run)
-    return prep, out, states, grad
+    bf16, four, eight = dtype == torch.bfloat16, dict(num_warps=4), dict(num_warps=8)
+    prep = 32, 3, dict(num_warps=4, maxnreg=128) if bf16 else four # 128 registers: four programs an SM
+    grad = 64, 64, 3 if bf16 else 2, four
+    if bf16 and K <= 128:
+        return prep, (min(V, 128), 3, eight), (64, 3, four), grad
+    if bf16 or K <= 128:
+        return prep, (32, 2, eight), (32, 2, four), grad
+    return prep, (16, 1, four), (32, 2, four), grad
+
+@functools.cache
+def multiprocessors(device):
+    return 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
 
 def gla_split(programs, NT, device):
     """(segments, chunks in each) of a sweep of NT chunks: enough that programs x segments fill the device."""
-    slots = 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
-    n = triton.cdiv(NT, max(1, min(slots // programs, NT // 4)))
-    return triton.cdiv(NT, n), n
+    n = cdiv(NT, max(1, min(multiprocessors(device) // programs, NT // 4)))
+    return cdiv(NT, n), n
 
-def gla_sweep(x, a, c, P, y, h, S0, decay, launch, reverse):
-    """The passes of gla_sweep_kernel: fills y and h where given, returns the last state (B, H, V, K), fp32."""
-    B, T, H, V, K = *x.shape, a.shape[-1]
-    NT, BV, BH = triton.cdiv(T, BT), launch["BV"], B * H
+def gla_sweep(x, a, c, P, y, h, S0, gates, settings, reverse):
+    """
+    The passes of gla_sweep_kernel: fills y and h where given, returns the last state (B, H, V, K), fp32. a and c are
+    descriptors of (BT, K) tiles.
+    """
+    (B, T, H, V), K, (BV, STAGES, options) = x.shape, gates.shape[-1], settings
+    BH, NT = B * H, cdiv(T, BT)
     NS, n = gla_split(BH * (V // BV), NT, x.device)
-    SN = x.new_empty(B, H, V, K, dtype=torch.float32)
-    part = x.new_empty(NS - 1, BH, V, K, dtype=torch.float32) if NS > 1 else None
-    part_decay = x.new_empty(NS - 1, BH, K, dtype=torch.float32) if NS > 1 else None
-    io = [tiles(x, BT, BV), tiles(a, BT, K), None, None, None, None, S0, SN, decay, part, part_decay, T, n]
-    shape = dict(H=H, K=K, V=V, BT=BT, REVERSE=reverse, **launch)
+    x, SN, part, part_decay = tiles(x, BT, BV), gates.new_empty(B, H, V, K), None, None
+    constants = H, K, V, BT, BV, STAGES, reverse
     if NS > 1:
-        gla_sweep_kernel[(BH * (V // BV), NS - 1)](*io, OUT=False, STATES=False, LOCAL=True, **shape)
-    if y is not None:
-        io[2:5] = tiles(c, BT, K), tiles(P, BT, BT), tiles(y, BT, BV)
-    if h is not None:
-        io[5] = TensorDescriptor.from_tensor(h, [1, BV, K])
-    gla_sweep_kernel[(BH * (V // BV), NS)](*io, OUT=y is not None, STATES=h is not None, LOCAL=False, **shape)
+        part, part_decay = gates.new_empty(NS - 1, BH, V, K), gates.new_empty(NS - 1, BH, K)
+        launch(gla_sweep_kernel, (BH * (V // BV), NS - 1), options, x, a, None, None, None, None, S0, None, gates, part,
+               part_decay, T, n, *constants, False, False, True)
+    OUT, STATES = y is not None, h is not None
+    launch(gla_sweep_kernel, (BH * (V // BV), NS), options, x, a, c, tiles(P, BT, BT) if OUT else None,
+           tiles(y, BT, BV) if OUT else None, Tiles(h, h.shape, h.stride(), [1, BV, K]) if STATES else None, S0, SN,
+           gates, part, part_decay, T, n, *constants, OUT, STATES, False)
     return SN
 
 @torch.library.custom_op("kernels::gla_fwd", mutates_args=())
-def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor
-            ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o and the last state (B, H, V, K); for backward L, qe, ke, P, gates (middle, leave, decay) and strong."""
-    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor],
+            segment_ids: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o and the last state (B, H, V, K); for backward LMR, qe, ke, P, gates and strong."""
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
     qe, ke, o, P = torch.empty_like(q), torch.empty_like(q), torch.empty_like(v), q.new_empty(B, T, H, BT)
-    L = q.new_empty(B, T, BT)
-    gates = q.new_empty(3, B * H, NT, K, dtype=torch.float32) # middle, leave, decay
+    chunks = (1, 1) if segment_ids is None else (B, NT)
+    LMR = q.new_empty(*chunks, 2 * BT + 16, BT)
+    gates = q.new_empty(B * H, NT, 3, K, dtype=torch.float32)
     strong = q.new_empty(B * H, NT, dtype=torch.int32)
-    prep, out, _, _ = gla_launch(K, V, q.dtype)
-    io = q, k, g, segment_ids, L, qe, ke, P
+    (BK, STAGES, options), out, _, _ = gla_launch(K, V, q.dtype)
+    io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H, K, BT
     with torch.cuda.device_of(q):
-        gla_lower_kernel[(B, NT)](segment_ids, L, T, BT=BT, num_warps=4)
-        gla_prep_kernel[(B * H, NT)](*io, *gates, strong, scale, T, H=H, K=K, BT=BT, **prep)
-        gla_strong_kernel[(B * H, NT)](*io, *gates[:2], strong, scale, T, H=H, K=K, BT=BT, BK=prep["BK"], num_warps=4,
-                                       num_stages=1, enable_fp_fusion=True)
-        SN = gla_sweep(v, ke, qe, P, o, None, S0, gates[2], out, reverse=False)
-    return o, SN, L, qe, ke, P, gates, strong
+        launch(gla_matrices_kernel, chunks, dict(num_warps=4), segment_ids, LMR, T, BT)
+        launch(gla_prep_kernel, (B * H, NT), options, *io, BK, STAGES)
+        launch(gla_strong_kernel, (B * H, NT), dict(num_warps=4, num_stages=1), *io, 64)
+        SN = gla_sweep(v, tiles(ke, BT, K), tiles(qe, BT, K), P, o, None, S0, gates, out, reverse=False)
+    return o, SN, LMR, qe, ke, P, gates, strong
 
 @gla_fwd.register_fake
 def _(q, k, v, g, scale, S0, segment_ids):
-    (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT), torch.float32
-    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(B, T, BT), torch.empty_like(q),
-            torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(3, B * H, NT, K, dtype=f32),
+    (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], cdiv(q.shape[1], BT), torch.float32
+    chunks = (1, 1) if segment_ids is None else (B, NT)
+    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(*chunks, 2 * BT + 16, BT),
+            torch.empty_like(q), torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(B * H, NT, 3, K, dtype=f32),
             q.new_empty(B * H, NT, dtype=torch.int32))
 
 @torch.library.custom_op("kernels::gla_bwd", mutates_args=())
-def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor], segment_ids: Tensor,
-            L: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor, strong: Tensor, do: Tensor,
-            dSN: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor],
+            segment_ids: Optional[Tensor], LMR: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor,
+            strong: Tensor, do: Tensor, dSN: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg and the gradient (B, H, V, K) of the initial state. The states are computed again, not stored."""
-    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
     dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
     h, dh = q.new_empty(B * H, NT * V, K), q.new_empty(B * H, NT * V, K)
-    dP, diagonal = q.new_empty(B, T, H, BT), q.new_empty(B, T, H, dtype=torch.float32)
-    _, out, states, grad = gla_launch(K, V, q.dtype)
-    BK, BV = grad["BK"], grad["BV"]
+    dP, diagonal = torch.empty_like(P), gates.new_empty(B, T, H)
+    _, out, states, (BK, BV, STAGES, options) = gla_launch(K, V, q.dtype)
     with torch.cuda.device_of(q):
-        gla_sweep(v, ke, None, None, None, h, S0, gates[2], states, reverse=False)
-        dS0 = gla_sweep(do, qe, ke, P, dv, dh, dSN, gates[2], out, reverse=True)
-        tdo, tv = tiles(do, BT, BV), tiles(v, BT, BV)
-        gla_dP_kernel[(B * H, NT)](tv, tdo, L, dP, diagonal, scale, T, H=H, V=V, BT=BT, BV=BV, STAGES=3, num_warps=4,
-                                   enable_fp_fusion=True)
-        states = [TensorDescriptor.from_tensor(x, [1, BV, BK]) for x in (h, dh)]
+        tqe, tke = tiles(qe, BT, K), tiles(ke, BT, K)
+        gla_sweep(v, tke, None, None, None, h, S0, gates, states, reverse=False)
+        dS0 = gla_sweep(do, tqe, tke, P, dv, dh, dSN, gates, out, reverse=True)
+        tv, tdo = tiles(v, BT, BV), tiles(do, BT, BV)
+        th, tdh = (Tiles(x, x.shape, x.stride(), [1, BV, BK]) for x in (h, dh))
+        launch(gla_dP_kernel, (B * H, NT), dict(num_warps=4), tv, tdo, segment_ids, LMR, dP, diagonal, scale, T,
+               H, V, BT, BV, 3)
         for is_strong in (False, True):
-            gla_grad_kernel[(B * H * (K // BK), NT)](
-                q, k, tv, g, segment_ids, tdo, L, dP, diagonal, *gates, strong, *states, dq, dk, dg, scale, T,
-                H=H, K=K, V=V, BT=BT, STRONG=is_strong, **grad)
+            launch(gla_grad_kernel, (B * H * (K // BK), NT), options, q, k, tv, g, segment_ids, tdo, LMR, dP, diagonal,
+                   gates, strong, th, tdh, dq, dk, dg, scale, T, H, K, V, BT, BK, BV, STAGES, is_strong)
     return dq, dk, dv, dg, dS0
 
 @gla_bwd.register_fake
-def _(q, k, v, g, scale, S0, segment_ids, L, qe, ke, P, gates, strong, do, dSN):
+def _(q, k, v, g, scale, S0, segment_ids, LMR, qe, ke, P, gates, strong, do, dSN):
     return *map(torch.empty_like, (q, k, v, g)), q.new_empty(q.shape[0], q.shape[2], v.shape[-1], q.shape[-1],
                                                              dtype=torch.float32)
 
@@ -531,10 +573,10 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
     S0 = None
     if initial_state is not None: # held as (V, K)
         S0 = widen(widen(initial_state, GLA_LEAST).transpose(-1, -2), GLA_LEAST)
-    if segment_ids is None:
-        segment_ids = torch.zeros(B, T, dtype=torch.int32, device=q.device)
-    q, k, v_wide, g = (widen(x, GLA_LEAST) for x in (q, k, v, g))
-    o, SN, *_ = gla_fwd(q, k, v_wide, g, scale, S0, segment_ids.contiguous())
+    if segment_ids is not None:
+        segment_ids = segment_ids.contiguous()
+    q, k, v, g = (widen(x, GLA_LEAST) for x in (q, k, v, g))
+    o, SN, *_ = gla_fwd(q, k, v, g, scale, S0, segment_ids)
     if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
         o, SN = o[..., :V], SN[..., :V, :K]
     return o, SN.transpose(-1, -2)
@@ -544,9 +586,8 @@ def gla_step_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale
     B, H, K, V = state.shape
     o, BV = torch.empty_like(v), 32
     with torch.cuda.device_of(q):
-        gla_step_kernel[(B * H, triton.cdiv(V, BV))](
-            q, k, v, g, state, o, scale, K, V, *state.stride(), H=H, BK=triton.next_power_of_2(K), BV=BV,
-            num_warps=4, enable_fp_fusion=True)
+        launch(gla_step_kernel, (B * H, cdiv(V, BV)), dict(num_warps=4), q, k, v, g, state, o, scale, K, V,
+               *state.stride(), H, 1 << (K - 1).bit_length(), BV)
     return o
 
 @gla_step_op.register_fake
@@ -1127,7 +1168,7 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     o, BV = torch.empty_like(v), 16
     with torch.cuda.device_of(q):
         gdn_step_kernel[(B * H * triton.cdiv(V, BV),)](q, k, v, g, beta, state, o, scale, *state.stride(), H=H, K=K,
-                                                       V=V, BK=triton.next_power_of_2(K), BV=BV, num_warps=4)
+                                                       V=V, BK=1 << (K - 1).bit_length(), BV=BV, num_warps=4)
     return o
 
 @gdn_step.register_fake

@@ -5,6 +5,7 @@ kernels.py against a time loop in fp64 and against model.py's chunked forms in f
 """
 import importlib
 import os
+from types import SimpleNamespace
 
 import torch
 
@@ -120,10 +121,10 @@ def gla_grads(f, q, k, v, g, S0, do, dS, segment_ids=None, scale=None):
     torch.autograd.backward([y for y, _ in loss], [dy.to(y.dtype) for y, dy in loss])
     return o, S, *(None if t is None else t.grad for t in x)
 
-def gla_check(inputs, segment_ids=None, typical_gates=True, tag=""):
+def gla_check(inputs, segment_ids=None, typical_gates=True, tag="", scale=None):
     from kernels import gla
-    out = gla_grads(gla, *inputs, segment_ids)
-    ref = gla_grads(gla_loop, *(None if t is None else t.double() for t in inputs), segment_ids)
+    out = gla_grads(gla, *inputs, segment_ids, scale)
+    ref = gla_grads(gla_loop, *(None if t is None else t.double() for t in inputs), segment_ids, scale)
     tol, tol_dg, tol_strong, tol_state = GLA_TOL[inputs[0].dtype]
     for name, x, y in zip(("o", "dq", "dk", "dv"), (out[0], *out[2:5]), (ref[0], *ref[2:5])):
         head, chunk = errors(x, y)
@@ -188,6 +189,51 @@ def test_gla_split(gate, monkeypatch):
     gla_check(gla_inputs(1, 330, 2, *WIDE, gate, DTYPES[0]), typical_gates=gate == "typical")
     rows = [[100, 5, 225]]
     gla_check(gla_inputs(1, 330, 2, *WIDE, gate, DTYPES[0]), segment_rows(rows), typical_gates=gate == "typical")
+
+@pytest.mark.parametrize("gate", ["typical", "-5"])
+def test_gla_scale_no_initial_state_and_unaligned(gate):
+    inputs = gla_inputs(1, 70, 2, *WIDE, gate, DTYPES[0], state=False)
+    odd = [None if x is None else torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape) for x in inputs]
+    assert odd[2].data_ptr() % 16 != 0 and odd[2].is_contiguous()
+    for x in (inputs, odd):
+        gla_check(x, typical_gates=gate == "typical", scale=-0.7)
+
+@pytest.mark.parametrize("gate", ["typical", "-5"])
+def test_gla_gates_in_bf16(gate):
+    """The same as with these gates in fp32; dg is rounded, in the interpreter cut off, at the eighth bit."""
+    from kernels import gla
+    q, k, v, g, *rest = gla_inputs(1, 70, 2, *WIDE, gate, DTYPES[0], g_dtype=torch.bfloat16)
+    wide, narrow = gla_grads(gla, q, k, v, g.float(), *rest), gla_grads(gla, q, k, v, g, *rest)
+    for i, (x, y) in enumerate(zip(narrow, wide)):
+        if i == 5:
+            assert x.dtype == torch.bfloat16 and ((x - y).abs() <= 2**-7 * y.abs() + 1e-3 * y.abs().mean()).all()
+        else:
+            assert relative(x, y) <= 1e-3
+
+def test_launch_finds_the_kernel_of_its_arguments(monkeypatch):
+    """One search for each type, alignment, constant and option; none for a length that no kernel is compiled for."""
+    from kernels import launch
+    searches, runs = [], []
+    class Kernel:
+        params = [SimpleNamespace(do_not_specialize=name == "T") for name in ("x", "y", "T", "K")]
+        def __getitem__(self, grid):
+            def search(*args, **options):
+                searches.append((args, options))
+                return {(*grid, 1): lambda *args: runs.append(args)}
+            return search
+    monkeypatch.setattr(kernels, "INTERPRET", False)
+    monkeypatch.setattr(kernels, "COMPILED", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    kernel, x = Kernel(), torch.zeros(8)
+    calls = [(x, None, 5, 64), (x, x, 5, 64), (x.bfloat16(), None, 5, 64), (x[1:], None, 5, 64), (x, None, 5, 128),
+             (kernels.tiles(x.view(1, 1, 1, 8), 1, 8), None, 5, 64), (kernels.tiles(x.view(1, 1, 1, 8), 1, 4), None, 5, 64)]
+    for args in calls:
+        launch(kernel, (2, 3), dict(num_warps=4), *args)
+    launch(kernel, (2, 3), dict(num_warps=8), *calls[0])
+    assert len(searches) == len(calls) + 1 and not runs
+    for args in calls:
+        launch(kernel, (2, 3), dict(num_warps=4), *args[:2], 6, args[3])
+    assert len(searches) == len(calls) + 1 and [args[2] for args in runs] == [6] * len(calls)
 
 def test_gla_only_the_final_state_feeds_the_loss():
     q, k, v, g, S0, do, dS = gla_inputs(1, 70, 2, *WIDE, dtype=DTYPES[0])
