@@ -629,21 +629,30 @@ def gdn_merge(X, M, NB: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
     return tl.reshape(tl.permute(X, (0, 3, 1, 4, 2)), (NB, 2 * BS, 2 * BS))
 
 @triton.jit
-def gdn_dot_split(a, b, DTYPE: tl.constexpr, PREC: tl.constexpr):
-    """a b in fp32, for sums that cancel: what is not of type DTYPE is taken as the sum of two numbers that are."""
+def gdn_split(x, DTYPE: tl.constexpr):
+    """x in fp32 as the sum of two numbers of type DTYPE, bf16: its upper 16 bits and the rest, to 2^-16. fp32 stays."""
     if DTYPE == tl.float32:
-        return tl.dot(a, b, input_precision=PREC)
-    b_hi = b.to(DTYPE)
-    a_hi = a.to(DTYPE)
-    b_c = tl.dot(a_hi, (b - b_hi.to(tl.float32)).to(DTYPE))
+        return x, x
+    hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return hi.to(DTYPE), (x - hi).to(DTYPE)
+
+@triton.jit
+def gdn_dot_split(a, b_hi, b_lo, PREC: tl.constexpr):
+    """a b in fp32, b from gdn_split and so is a if it is in fp32: for sums that cancel."""
+    if b_hi.dtype == tl.float32:
+        return tl.dot(a, b_hi, input_precision=PREC)
+    a_hi, a_lo = a, a
     if a.dtype == tl.float32:
-        b_c = tl.dot((a - a_hi.to(tl.float32)).to(DTYPE), b_hi, b_c)
+        a_hi, a_lo = gdn_split(a, b_hi.dtype)
+    b_c = tl.dot(a_hi, b_lo)
+    if a.dtype == tl.float32:
+        b_c = tl.dot(a_lo, b_hi, b_c)
     return tl.dot(a_hi, b_hi, b_c)
 
 @triton.jit
-def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
+def gdn_solve_kernel(q, k, g, beta, seg, N, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
                      BT: tl.constexpr, PREC: tl.constexpr):
-    """Eqs. (2, 3): A, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
+    """Eqs. (2, 3): N, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
     i = tl.program_id(0).to(tl.int64)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
     n = (i_b * H + i_h) * NT + i_t
@@ -697,13 +706,14 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     b_D *= b_beta[None, :] # 0 above the diagonal comes from the inverse
     b_N = tl.reshape(b_N, (BT, BT))
     chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
-    if A is not None:
-        tl.store(A + chunk, (b_N * b_D).to(A.dtype.element_ty))
+    if N is not None:
+        tl.store(N + chunk, (b_N / b_beta[:, None]).to(N.dtype.element_ty))
     # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
     b_P = tl.where(o_i[:, None] >= o_i[None, :], tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
-    tl.store(Y + chunk, (gdn_dot_split(b_P, b_N, b_k.dtype, PREC) * b_D * scale).to(Y.dtype.element_ty))
+    b_hi, b_lo = gdn_split(b_N, b_k.dtype)
+    tl.store(Y + chunk, (gdn_dot_split(b_P, b_hi, b_lo, PREC) * b_D * scale).to(Y.dtype.element_ty))
     # k^T times the inverse: (K, BT) x (BT, BT)
-    b_X = gdn_dot_split(tl.trans(b_k), b_N, b_k.dtype, PREC) * (b_beta * b_r)[None, :]
+    b_X = gdn_dot_split(tl.trans(b_k), b_hi, b_lo, PREC) * (b_beta * b_r)[None, :]
     tl.store(X + n * (K * BT) + tl.arange(0, K)[:, None] * BT + o_i[None, :], b_X.to(X.dtype.element_ty))
 
 @triton.jit
@@ -720,10 +730,10 @@ def gdn_square(x, n, BT: tl.constexpr):
     return tl.load(x + n.to(tl.int64) * (BT * BT) + o_i[:, None] * BT + o_i[None, :])
 
 @triton.jit
-def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr,
                    PHI: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
-    """Eq. (4) over one of NS parts of T, from S0 to S1 (B, H, NS, V, K); o if OUT, U and h if SAVE. PHI: the state
+    """Eq. (4) over one of NS parts of T, from S0 to S1 (B, H, NS, V, K); o if OUT, h if SAVE. PHI: the state
     starts as the identity and v is 0, so that S1 is the part's transition. Grid (B * H * NS * V / BV)."""
     i = tl.program_id(0)
     i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
@@ -740,11 +750,9 @@ def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H
 
     LS = tl.cdiv(NT, NS) # chunks a part
     first, end = i_s * LS, tl.minimum(i_s * LS + LS, NT)
-    # q and A are fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
+    # q is fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
     if OUT:
         b_q = gdn_rows(q, i_b, i_h, first * BT, T, H, K, BT)
-    if SAVE:
-        b_A = gdn_square(A, i_bh * NT + first, BT)
     for i_t in tl.range(first, end, num_stages=STAGES):
         n, t = i_bh * NT + i_t, i_t * BT
         e = gates + n.to(tl.int64) * (GATES * BT) + E * BT
@@ -768,11 +776,6 @@ def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H
             o.store([i_b, t, i_h * V + i_v], tl.trans(b_o).to(b_k.dtype).reshape(1, BT, BV))
         # S'^T = d S^T + W^T X: (BV, BT) x (BT, K)
         b_S = tl.dot(b_w, tl.trans(b_X), b_S * b_d, input_precision=PREC)
-        if SAVE:
-            # U^T = W^T A^T: (BV, BT) x (BT, BT)
-            b_U = tl.dot(b_w, tl.trans(b_A), input_precision=PREC)
-            b_A = gdn_square(A, i_bh * NT + tl.minimum(i_t + 1, NT - 1), BT)
-            U.store([n, 0, i_v], tl.trans(b_U).to(b_k.dtype).reshape(1, BT, BV))
     tl.store(S1 + state, b_S)
 
 @triton.jit
@@ -849,7 +852,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     tl.store(dS0 + state, b_dS)
 
 @triton.jit
-def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
+def gdn_bwd_grad_kernel(q, k, v, do, dv, N, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
                         K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
                         PREC: tl.constexpr):
     """Eqs. (6-9) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
@@ -865,21 +868,32 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, 
     b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
     b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
 
+    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+    # A^T, in two terms: U = A W
+    b_beta = tl.maximum(b_beta, MIN_BETA)
+    b_A = gdn_square(N, n, BT).to(tl.float32) * tl.exp2(tl.minimum(b_G[:, None] - b_GW[None, :], 0.0))
+    b_A = tl.where(m_l, b_A * b_beta[:, None], tl.where(m_d, 1.0, 0.0)) * b_beta[None, :]
+    b_hi, b_lo = gdn_split(b_A, b_k.dtype)
+    b_hi, b_lo = tl.trans(b_hi), tl.trans(b_lo)
+
     b_dq = tl.zeros([BT, K], dtype=tl.float32)
     b_dP = tl.zeros([BT, BT], dtype=tl.float32)
     b_Z = tl.zeros([BT, BT], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_h = h.load([n, i_v, 0]).reshape(BV, K)
+        b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-        b_U = U.load([n, 0, i_v]).reshape(BT, BV)
-        # do S^T: (BT, BV) x (BV, K);  do U^T, dv U^T: (BT, BV) x (BV, BT)
-        b_dq = tl.dot(b_do, h.load([n, i_v, 0]).reshape(BV, K), b_dq, input_precision=PREC)
-        b_dP = tl.dot(b_do, tl.trans(b_U), b_dP, input_precision=PREC)
-        b_Z = tl.dot(b_dv, tl.trans(b_U), b_Z, input_precision=PREC)
+        # W = v - e * (k S): (BT, K) x (K, BV)
+        b_W = (tl.dot(b_k, tl.trans(b_h), input_precision=PREC) * -b_E[:, None] + b_v).to(b_k.dtype)
+        # do S^T: (BT, BV) x (BV, K);  do W^T, dv W^T: (BT, BV) x (BV, BT)
+        b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
+        b_dP = tl.dot(b_do, tl.trans(b_W), b_dP, input_precision=PREC)
+        b_Z = tl.dot(b_dv, tl.trans(b_W), b_Z, input_precision=PREC)
 
-    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
-    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
-    b_beta = tl.maximum(b_beta, MIN_BETA)
+    # do U^T and dv U^T: (BT, BT) x (BT, BT)
+    b_dP = gdn_dot_split(b_dP, b_hi, b_lo, PREC)
+    b_Z = gdn_dot_split(b_Z, b_hi, b_lo, PREC)
     b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
     tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
     b_D = tl.exp2(tl.minimum(b_G[:, None] - b_GW[None, :], 0.0))
@@ -887,6 +901,7 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, 
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
     # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of X adds to a row what it takes from the same column: left out, its
     # rounding would swamp dg where the gates are strong
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
     b_X = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
     b_X += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     b_a = tl.sum(b_X, 1) - tl.sum(b_X, 0)
@@ -899,22 +914,26 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, 
 
     b_dk = tl.zeros([K, BT], dtype=tl.float32)
     b_ks = tl.zeros([K, BT], dtype=tl.float32)
-    b_hh = tl.zeros([BV], dtype=tl.float32)
+    b_hh = tl.zeros([BV * K // 8], dtype=tl.float32)
     b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
-        b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-        b_U = U.load([n, 0, i_v]).reshape(BT, BV)
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
+        b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_dh = dh.load([n, i_v, 0]).reshape(BV, K)
-        # S dv^T, dS' U^T: (K, BV) x (BV, BT)
+        b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_W = (tl.dot(b_k, tl.trans(b_h), input_precision=PREC) * -b_E[:, None] + b_v).to(b_k.dtype)
+        # S dv^T, dS' W^T: (K, BV) x (BV, BT)
         b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
-        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_U), b_ks, input_precision=PREC)
-        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_W), b_ks, input_precision=PREC)
+        b_hh += tl.sum(tl.reshape(b_h.to(tl.float32) * b_dh.to(tl.float32), (BV * K // 8, 8)), 1)
+    # dS' U^T: (K, BT) x (BT, BT)
+    b_ks = gdn_dot_split(b_ks, b_hi, b_lo, PREC)
     b_kT = tl.trans(b_k)
     b_dk *= -b_EW[None, :]
     b_ks *= b_RW[None, :]
     b_a += tl.sum(b_kT * b_dk, 0)
     b_b = tl.sum(b_kT * b_ks, 0)
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
     # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
     b_dk = tl.dot(tl.trans(b_q), b_dPh, b_dk + b_ks, input_precision=PREC)
     b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
@@ -994,25 +1013,23 @@ def precision(dtype):
 @torch.library.custom_op("kernels::gdn_fwd", mutates_args=())
 def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Optional[Tensor], seg: Optional[Tensor],
             scale: float, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final state (B, H, V, K), and for backward X, Y, gates, U, h and transitions phi^T (B, H, NS, K, K)."""
-    o, S1, X, Y, gates, U, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
+    """o, the final state (B, H, V, K), and for backward N, X, Y, gates, h and transitions phi^T (B, H, NS, K, K)."""
+    o, S1, N, X, Y, gates, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
     B, T, H, K = q.shape
     V, NT, NS, PREC = v.shape[-1], Y.shape[2], phi.shape[2], precision(q.dtype)
     chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
-
-    A = torch.empty_like(Y) if save else None # U alone needs it
 
     def sweep(S0, S1, V, OUT=False, PHI=False):
         settings = gdn_sweep_settings(q, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
-            q, tiles(k, BT, K), tiles(v, BT, BV), A, chunks(X, K, BT), chunks(Y, BT, BT), gates, S0, tiles(o, BT, BV),
-            chunks(U, BT, BV) if save else None, chunks(h, BV, K) if save else None, S1, scale, T, NT, NS,
+            q, tiles(k, BT, K), tiles(v, BT, BV), chunks(X, K, BT), chunks(Y, BT, BT), gates, S0, tiles(o, BT, BV),
+            chunks(h, BV, K) if save else None, S1, scale, T, NT, NS,
             H=H, K=K, V=V, BT=BT, OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
-        gdn_solve_kernel[(B * NT * H,)](q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H=H, K=K, BT=BT, PREC=PREC,
-                                        **gdn_solve_settings(q))
+        gdn_solve_kernel[(B * NT * H,)](q, k, g, beta, seg, N if save else None, X, Y, gates, scale, T, NT, H=H, K=K, BT=BT,
+                                        PREC=PREC, **gdn_solve_settings(q))
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
         else:
@@ -1028,9 +1045,10 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     NS = gdn_segments(B * H * (V // gdn_sweep_settings(q, K, V)["BV"]), NT, q.device)
-    per_chunk = lambda x, *shape: x.new_empty(B, H, NT, *shape)
-    return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, K, BT), per_chunk(q, BT, BT),
-            per_chunk(g, GATES.value, BT), per_chunk(q, BT, V if save else 0), per_chunk(q, V if save else 0, K),
+    per_chunk = lambda x, *shape, dtype=None: x.new_empty(B, H, NT, *shape, dtype=dtype)
+    N_dtype = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
+    return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, BT, BT if save else 0, dtype=N_dtype),
+            per_chunk(q, K, BT), per_chunk(q, BT, BT), per_chunk(g, GATES.value, BT), per_chunk(q, V if save else 0, K),
             g.new_empty(B, H, NS, K, K if NS > 1 else 0))
 
 def gdn_fold(part, phi, S0, X, BACK=False):
@@ -1038,12 +1056,12 @@ def gdn_fold(part, phi, S0, X, BACK=False):
     gdn_fold_kernel[(B * H * V // 16,)](part, phi, S0, X, NS, K=K, V=V, BV=16, BK=min(K, 64), BACK=BACK, num_warps=4)
 
 @torch.library.custom_op("kernels::gdn_bwd", mutates_args=())
-def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, beta: Tensor, X: Tensor, Y: Tensor,
-            gates: Tensor, U: Tensor, h: Tensor, phi: Tensor, scale: float) \
+def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, beta: Tensor, N: Tensor,
+            X: Tensor, Y: Tensor, gates: Tensor, h: Tensor, phi: Tensor, scale: float) \
             -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dbeta and the initial state's gradient (B, H, V, K)."""
-    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, beta, X, Y, gates, U, h, phi, scale)
-    (B, T, H, K), V = q.shape, U.shape[4]
+    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, v, beta, N, X, Y, gates, h, phi, scale)
+    (B, T, H, K), V = q.shape, v.shape[-1]
     NT, NS, PREC = Y.shape[2], phi.shape[2], precision(q.dtype)
     do = torch.zeros_like(dv) if do is None else do.contiguous()
     dS1 = None if dS1 is None else dS1.contiguous()
@@ -1069,27 +1087,26 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_grad_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K),
+            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), N, chunks(h, BV, K),
             chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT,
             H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
     return outputs
 
 @gdn_bwd.register_fake
-def gdn_bwd_outputs(do, dS1, q, k, beta, X, Y, gates, U, h, phi, scale):
-    (B, T, H, K), V = q.shape, U.shape[4]
-    return (torch.empty_like(q), torch.empty_like(k), q.new_empty(B, T, H, V), gates.new_empty(B, T, H),
+def gdn_bwd_outputs(do, dS1, q, k, v, beta, N, X, Y, gates, h, phi, scale):
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    return (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), gates.new_empty(B, T, H),
             torch.empty_like(beta), gates.new_empty(B, H, V, K))
 
 def gdn_setup(ctx, inputs, output):
     q, k, v, g, beta, S0, seg, scale, save = inputs
     ctx.set_materialize_grads(False) # else each extra output gets a gradient of zeros
-    ctx.save_for_backward(q, k, beta, *output[2:])
+    ctx.save_for_backward(q, k, v, beta, *output[2:])
     ctx.scale, ctx.initial = scale, S0 is not None
 
 def gdn_gradients(ctx, do, dS1, *rest):
-    q, k, beta, *saved = ctx.saved_tensors
-    dq, dk, dv, dg, dbeta, dS0 = gdn_bwd(do, dS1, q, k, beta, *saved, ctx.scale)
+    dq, dk, dv, dg, dbeta, dS0 = gdn_bwd(do, dS1, *ctx.saved_tensors, ctx.scale)
     return dq, dk, dv, dg, dbeta, dS0 if ctx.initial else None, None, None, None
 
 gdn_fwd.register_autograd(gdn_gradients, setup_context=gdn_setup)
