@@ -573,122 +573,133 @@ def gla_step(q, k, v, g, state, scale=None):
 # and backward, with dS' the gradient of the state that leaves it,
 #   dv = Y^T do + X dS',   dS = d dS' + q^T (s e * do) - k^T (e * dv)  (5)
 #   dP = s D * (do U^T),   Z = dv U^T,   dkk = -strict_lower(D * Z),   dbeta_i = Z_ii / beta_i^2  (6)
-#   dq = s e * (do S^T) + dP k  (7)
-#   dk = -e * (dv S^T) + r * (U dS'^T) + dP^T q + (dkk + dkk^T) k  (8)
+#   (do, dv, dS') U^T = ((do, dv, dS') W^T) A^T  (7)
+#   dq = s e * (do S^T) + dP k  (8)
+#   dk = -e * (dv S^T) + r * (U dS'^T) + dP^T q + (dkk + dkk^T) k  (9)
 #   a_i = q_i (s e * do S^T)_i - k_i (e * dv S^T)_i + row_i(H) - column_i(H),   H = dP * (q k^T) + dkk * (k k^T)
-#   b_j = k_j (r * U dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>  (9)
+#   b_j = k_j (r * U dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>  (10)
+# (6) follows from (I + D * M) U = beta * W.
+#
 # X and Y are made in fp32 and rounded once: where keys are alike, A takes neighbours from each other, and S' or o from
-# a rounded A and U would have eight times (the root of BT) the error. dg is summed inside the chunk only: one sum over
-# the sequence costs ten times the error. Backward needs no v, as (I + M) U = beta (v - e * (k S)). beta is taken as
-# max(beta, 1e-14): the function changes by no more than that, U and dv keep their relative accuracy, and dbeta is right
-# at 0. No exponent is positive, so nothing overflows. A segment's first token takes the log2 gate RESET, whose exp2 is
+# a rounded A and U would have eight times (the root of BT) the error. For the same reason backward never rounds U: it
+# makes W again, as forward had it, and multiplies sums over V by an A of two terms. dg is summed inside the chunk only:
+# one sum over the sequence costs ten times the error. beta is taken as max(beta, 1e-14): the function changes by no
+# more than that, U and dv keep their relative accuracy, and dbeta is right at 0. Left of the diagonal, row i of N is
+# beta_i times a product of k_i, k_j and contractions between them, no larger than 1, which fp16 holds to 2^-11.
+# No exponent is positive, so nothing overflows. A segment's first token takes the log2 gate RESET, whose exp2 is
 # 0 in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0, and only the first
 # kernel knows of segments. d is e of the last row.
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
 #   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units
-#   A, X^T   A (B, H, NT, BT, BT), X (.., K, BT)  q's       gdn_solve         X
-#   Y        Y (B, H, NT, BT, BT)                 q's       gdn_solve         yes
-#   U        U (B, H, NT, BT, V)                  q's       gdn_fwd           yes
+#   N_i/b_i  N (B, H, NT, BT, BT)                 fp16*     gdn_solve         yes      * fp32 with an fp32 q
+#   X^T, Y   X (B, H, NT, K, BT), Y (.., BT, BT)  q's       gdn_solve         yes
 #   S^T      h (B, H, NT, V, K), entering state   q's       gdn_fwd           yes
 #   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
 # The sweeps hold the state transposed, (BV, K): the first operand of every product, straight from the accumulator.
-# FLOPs per token and head: forward 6 K V + 4 BT V and the solve, backward 12 K V + 6 BT V + 10 BT K.
+# FLOPs per token and head: forward 6 K V + 2 BT V and the solve, backward 16 K V + 6 BT V + 20 BT K + 12 BT^2.
 
 RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in a chunk still leave 2^-11 of resolution
 MIN_BETA = tl.constexpr(1e-14) # its square, which divides dbeta, is still far from the end of fp32
 # rows of `gates`: G, e, r, and the same for what a token writes, which is nothing where beta is 0
 GATES, G, E, R, GW, EW, RW = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5))
 
-# launch settings: 168 registers let three blocks of the solve share an SM, which hides its chain of small products
+# launch settings: 168 registers let three blocks of the solve share an SM, which hides its chain of products
 SOLVE = dict(num_warps=4, maxnreg=168)
 
 # forward
 
 @triton.jit
-def gdn_key_products(k, beta, T, t, HI: tl.constexpr, LO: tl.constexpr, STEP: tl.constexpr, NB: tl.constexpr,
-                     BS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, PREC: tl.constexpr):
-    """beta_i k_i k_j, (NB, BS, BS): rows t + n STEP + HI + [0, BS) and columns t + n STEP + LO + [0, BS) in block n."""
-    o_i = t + tl.arange(0, NB)[:, None] * STEP + HI + tl.arange(0, BS)[None, :]
-    o_j = o_i + (LO - HI)
-    o_k = tl.arange(0, K)[None, None, :]
-    b_ki = tl.load(k + o_i[:, :, None] * (H * K) + o_k, mask=(o_i < T)[:, :, None], other=0.0)
-    b_kj = tl.load(k + o_j[:, :, None] * (H * K) + o_k, mask=(o_j < T)[:, :, None], other=0.0)
-    b_beta = tl.load(beta + o_i * H, mask=o_i < T, other=0.0).to(tl.float32)
-    # NB x (BS, K) x (K, BS)
-    return tl.maximum(b_beta, MIN_BETA)[:, :, None] * tl.dot(b_ki, tl.permute(b_kj, (0, 2, 1)), input_precision=PREC)
-
-@triton.jit
-def gdn_merge(X, M, NB: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
-    """From inverses X (2 NB, BS, BS) and the blocks M (NB, BS, BS) below each pair: (NB, 2 BS, 2 BS) inverses."""
-    X = tl.permute(tl.reshape(X, (NB, 2, BS, BS)), (0, 2, 3, 1))
-    b_hi, b_lo = tl.split(X)
-    # [[hi, 0], [-lo M hi, lo]]: NB x (BS, BS) x (BS, BS), twice
-    b_y = tl.dot(tl.dot(b_lo, M, input_precision=PREC), b_hi, input_precision=PREC)
-    X = tl.join(tl.join(b_hi, -b_y), tl.join(tl.zeros_like(b_y), b_lo)) # (NB, BS, BS, half of rows, half of columns)
-    return tl.reshape(tl.permute(X, (0, 3, 1, 4, 2)), (NB, 2 * BS, 2 * BS))
-
-@triton.jit
 def gdn_split(x, DTYPE: tl.constexpr):
-    """x in fp32 as the sum of two numbers of type DTYPE, bf16: its upper 16 bits and the rest, to 2^-16. fp32 stays."""
+    """x in fp32 as the sum of two numbers of type DTYPE, to 2^-16: bf16 is the upper half of the bits. fp32 stays."""
     if DTYPE == tl.float32:
         return x, x
-    hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True) # a cast there and back is slow
     return hi.to(DTYPE), (x - hi).to(DTYPE)
 
 @triton.jit
-def gdn_dot_split(a, b_hi, b_lo, PREC: tl.constexpr):
-    """a b in fp32, b from gdn_split and so is a if it is in fp32: for sums that cancel."""
-    if b_hi.dtype == tl.float32:
-        return tl.dot(a, b_hi, input_precision=PREC)
-    a_hi, a_lo = a, a
+def gdn_dot_split(a, b, b_lo, c, PREC: tl.constexpr):
+    """c + a (b + b_lo) for sums that cancel: an `a` in fp32 is split too. No b_lo: b is exact."""
+    if b.dtype == tl.float32:
+        return tl.dot(a, b, c, input_precision=PREC)
+    a_hi = a
     if a.dtype == tl.float32:
-        a_hi, a_lo = gdn_split(a, b_hi.dtype)
-    b_c = tl.dot(a_hi, b_lo)
-    if a.dtype == tl.float32:
-        b_c = tl.dot(a_lo, b_hi, b_c)
-    return tl.dot(a_hi, b_hi, b_c)
+        a_hi, a_lo = gdn_split(a, b.dtype)
+        c = tl.dot(a_lo, b, c)
+    if b_lo is not None:
+        c = tl.dot(a_hi, b_lo, c)
+    return tl.dot(a_hi, b, c)
+
+@triton.jit
+def gdn_dot_blocks(a, bt, DTYPE: tl.constexpr, PREC: tl.constexpr):
+    """a b for a batch of blocks from a and b^T, both in fp32."""
+    b_hi, b_lo = gdn_split(bt, DTYPE)
+    return gdn_dot_split(a, tl.permute(b_hi, (0, 2, 1)), tl.permute(b_lo, (0, 2, 1)), None, PREC)
+
+@triton.jit
+def gdn_on_diagonal(BT: tl.constexpr):
+    """Of a matrix as (BT / 16, 16, BT / 16, 16) blocks, those on the diagonal."""
+    o_b = tl.arange(0, BT // 16)
+    return o_b[:, None, None, None] == o_b[None, None, :, None]
+
+@triton.jit
+def gdn_diagonal_inverse(KK, beta, BT: tl.constexpr, DTYPE: tl.constexpr, PREC: tl.constexpr):
+    """(BT / 16, 16, 16): the inverse of I + M in each block of 16 on the diagonal, M = strict_lower(beta * KK).
+    Recursive doubling: from N with blocks of 2^p on its diagonal, those of 2^(p+1) gain -N M N below them, which is
+    block substitution; a Neumann series would lose all digits for like keys. A warp has a block, and N^T comes along,
+    so that each operand is where the product before has left it."""
+    NB: tl.constexpr = BT // 16
+    b_m = tl.sum(tl.where(gdn_on_diagonal(BT), tl.reshape(KK, (NB, 16, NB, 16)), 0.0), 2)
+    b_beta = tl.reshape(beta, (NB, 16))
+    o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    b_mt = tl.where(o_r < o_c, b_m * b_beta[:, None, :], 0.0)
+    b_m = tl.where(o_r > o_c, b_m * b_beta[:, :, None], 0.0)
+    o_x = o_r ^ o_c # its highest bit p: in one block of 2^(p+1), in two of 2^p
+    b_n = tl.where(o_x == 0, 1.0, tl.where(o_x == 1, -b_m, 0.0))
+    b_nt = tl.where(o_x == 0, 1.0, tl.where(o_x == 1, -b_mt, 0.0))
+    for p in tl.static_range(1, 4):
+        # N M, (N M) N and its transpose N^T (N M)^T: NB x (16, 16) x (16, 16)
+        b_T = gdn_dot_blocks(b_n, b_mt, DTYPE, PREC)
+        b_y = gdn_dot_blocks(b_T, b_nt, DTYPE, PREC)
+        b_yt = gdn_dot_blocks(b_nt, b_T, DTYPE, PREC)
+        b_n -= tl.where(o_x >> p == 1, b_y, 0.0)
+        b_nt -= tl.where(o_x >> p == 1, b_yt, 0.0)
+    return b_n
 
 @triton.jit
 def gdn_solve_kernel(q, k, g, beta, seg, N, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
                      BT: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (2, 3): N, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
-    i = tl.program_id(0).to(tl.int64)
+    DT: tl.constexpr = X.dtype.element_ty
+    i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
-    n = (i_b * H + i_h) * NT + i_t
-    t = i_t * BT
-    g += i_b * T * H + i_h
-    beta += i_b * T * H + i_h
-    q += (i_b * T * H + i_h) * K
-    k += (i_b * T * H + i_h) * K
+    n, t = ((i_b * H + i_h) * NT + i_t).to(tl.int64), i_t * BT
     o_i = tl.arange(0, BT)
     m_t = t + o_i < T
+    row = (i_b.to(tl.int64) * T + t) * H + i_h # of a (B, T, H) tensor
 
-    b_g = tl.load(g + (t + o_i) * H, mask=m_t, other=0.0) * LOG2E
+    b_g = tl.load(g + row + o_i * H, mask=m_t, other=0.0) * LOG2E
     if seg is not None:
-        seg += i_b * T + t + o_i
+        seg += i_b.to(tl.int64) * T + t + o_i
         m_s = m_t & (t + o_i > 0)
         b_g = tl.where(m_s & (tl.load(seg, mask=m_s, other=0) != tl.load(seg - 1, mask=m_s, other=0)), RESET, b_g)
-    b_beta = tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32)
-    tile = (t + o_i)[:, None] * (H * K) + tl.arange(0, K)[None, :]
-    b_q = tl.load(q + tile, mask=m_t[:, None], other=0.0)
-    b_k = tl.load(k + tile, mask=m_t[:, None], other=0.0)
-    # all loads first. M in the blocks that are inverted, then below the pairs of 16, then below the pair of 32
-    b_M = gdn_key_products(k, beta, T, t, 0, 0, 16, 4, 16, H, K, PREC)
-    b_M32 = gdn_key_products(k, beta, T, t, 16, 0, 32, 2, 16, H, K, PREC)
-    b_M64 = gdn_key_products(k, beta, T, t, 32, 0, 64, 1, 32, H, K, PREC)
-
-    # the inverse of I + M by recursive doubling: blocks of 2, 4, 8, 16 inside the four 16 x 16 blocks of the diagonal,
-    # then pairs of blocks; every step is a block substitution. A Neumann series would lose all digits for like keys
-    o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    b_M = tl.where(o_r > o_c, b_M, 0.0)
-    b_N = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
-    for p in tl.static_range(1, 4):
-        b_L = tl.where((o_r >> (p + 1) == o_c >> (p + 1)) & (o_r >> p != o_c >> p), b_M, 0.0)
-        # 4 x (16, 16) x (16, 16), twice
-        b_N -= tl.dot(tl.dot(b_N, b_L, input_precision=PREC), b_N, input_precision=PREC)
-    b_N = gdn_merge(b_N, b_M32, 2, 16, PREC)
-    b_N = gdn_merge(b_N, b_M64, 1, 32, PREC)
+    b_beta = tl.load(beta + row + o_i * H, mask=m_t, other=0.0).to(tl.float32)
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+    m_w = b_beta > 0
+    b_beta = tl.maximum(b_beta, MIN_BETA)
+    # k k^T: (BT, K) x (K, BT)
+    b_M = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
+    b_n = gdn_diagonal_inverse(b_M, b_beta, BT, DT, PREC)
+    b_M = tl.where(o_i[:, None] > o_i[None, :], b_M * b_beta[:, None], 0.0)
+    b_hi, b_lo = gdn_split(b_M, DT)
+    # blocks of 32 and of 64 from pairs: -N M N below each pair's diagonal blocks. (BT, BT) x (BT, BT), twice each
+    b_N = tl.reshape(tl.where(gdn_on_diagonal(BT), b_n[:, :, None, :], 0.0), (BT, BT))
+    for p in tl.static_range(4, 6):
+        b_T = gdn_dot_split(b_N, b_hi, b_lo, None, PREC)
+        n_hi, n_lo = gdn_split(b_N, DT)
+        b_y = gdn_dot_split(b_T, n_hi, n_lo, None, PREC)
+        b_N -= tl.where((o_i[:, None] ^ o_i[None, :]) >> p == 1, b_y, 0.0)
 
     b_G2 = tl.cumsum(b_g, 0)
     b_e = tl.exp2(b_G2)
@@ -697,23 +708,22 @@ def gdn_solve_kernel(q, k, g, beta, seg, N, X, Y, gates, scale, T, NT, H: tl.con
     tl.store(gates, b_G2)
     tl.store(gates + E * BT, b_e)
     tl.store(gates + R * BT, b_r)
-    tl.store(gates + GW * BT, tl.where(b_beta > 0, b_G2, float("inf")))
-    tl.store(gates + EW * BT, tl.where(b_beta > 0, b_e, 0.0))
-    tl.store(gates + RW * BT, tl.where(b_beta > 0, b_r, 0.0))
+    tl.store(gates + GW * BT, tl.where(m_w, b_G2, float("inf")))
+    tl.store(gates + EW * BT, tl.where(m_w, b_e, 0.0))
+    tl.store(gates + RW * BT, tl.where(m_w, b_r, 0.0))
 
-    b_D = tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0))
-    b_beta = tl.maximum(b_beta, MIN_BETA)
-    b_D *= b_beta[None, :] # 0 above the diagonal comes from the inverse
-    b_N = tl.reshape(b_N, (BT, BT))
+    # D beta in one exponent
+    m_l = o_i[:, None] >= o_i[None, :]
+    b_D = tl.exp2(tl.where(m_l, b_G2[:, None] - (b_G2 - tl.log2(b_beta))[None, :], 0.0))
     chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
     if N is not None:
-        tl.store(N + chunk, (b_N / b_beta[:, None]).to(N.dtype.element_ty))
+        tl.store(N + chunk, (b_N * (1 / b_beta)[:, None]).to(N.dtype.element_ty))
     # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
-    b_P = tl.where(o_i[:, None] >= o_i[None, :], tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
-    b_hi, b_lo = gdn_split(b_N, b_k.dtype)
-    tl.store(Y + chunk, (gdn_dot_split(b_P, b_hi, b_lo, PREC) * b_D * scale).to(Y.dtype.element_ty))
+    b_P = tl.where(m_l, tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
+    b_hi, b_lo = gdn_split(b_N, DT)
+    tl.store(Y + chunk, (gdn_dot_split(b_P, b_hi, b_lo, None, PREC) * b_D * scale).to(Y.dtype.element_ty))
     # k^T times the inverse: (K, BT) x (BT, BT)
-    b_X = gdn_dot_split(tl.trans(b_k), b_hi, b_lo, PREC) * (b_beta * b_r)[None, :]
+    b_X = gdn_dot_split(tl.trans(b_k), b_hi, b_lo, None, PREC) * (b_beta * b_r)[None, :]
     tl.store(X + n * (K * BT) + tl.arange(0, K)[:, None] * BT + o_i[None, :], b_X.to(X.dtype.element_ty))
 
 @triton.jit
@@ -855,7 +865,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
 def gdn_bwd_grad_kernel(q, k, v, do, dv, N, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
                         K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
                         PREC: tl.constexpr):
-    """Eqs. (6-9) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
+    """Eqs. (6-10) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
     i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
     n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
@@ -869,7 +879,7 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, N, h, dh, gates, beta, dq, dk, dg, dbet
     b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
 
     b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
-    # A^T, in two terms: U = A W
+    # A^T, in two terms
     b_beta = tl.maximum(b_beta, MIN_BETA)
     b_A = gdn_square(N, n, BT).to(tl.float32) * tl.exp2(tl.minimum(b_G[:, None] - b_GW[None, :], 0.0))
     b_A = tl.where(m_l, b_A * b_beta[:, None], tl.where(m_d, 1.0, 0.0)) * b_beta[None, :]
@@ -891,9 +901,9 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, N, h, dh, gates, beta, dq, dk, dg, dbet
         b_dP = tl.dot(b_do, tl.trans(b_W), b_dP, input_precision=PREC)
         b_Z = tl.dot(b_dv, tl.trans(b_W), b_Z, input_precision=PREC)
 
-    # do U^T and dv U^T: (BT, BT) x (BT, BT)
-    b_dP = gdn_dot_split(b_dP, b_hi, b_lo, PREC)
-    b_Z = gdn_dot_split(b_Z, b_hi, b_lo, PREC)
+    # do U^T and dv U^T by eq. (7): (BT, BT) x (BT, BT)
+    b_dP = gdn_dot_split(b_dP, b_hi, b_lo, None, PREC)
+    b_Z = gdn_dot_split(b_Z, b_hi, b_lo, None, PREC)
     b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
     tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
     b_D = tl.exp2(tl.minimum(b_G[:, None] - b_GW[None, :], 0.0))
@@ -907,9 +917,9 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, N, h, dh, gates, beta, dq, dk, dg, dbet
     b_a = tl.sum(b_X, 1) - tl.sum(b_X, 0)
     b_dq *= (b_E * scale)[:, None]
     b_a += tl.sum(b_q * b_dq, 1)
-    # dP k: (BT, BT) x (BT, K)
+    # dP k: (BT, BT) x (BT, K), where like keys take from each other
+    b_dq = gdn_dot_split(b_dP, b_k, None, b_dq, PREC)
     b_dPh, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
-    b_dq = tl.dot(b_dPh, b_k, b_dq, input_precision=PREC)
     dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
 
     b_dk = tl.zeros([K, BT], dtype=tl.float32)
@@ -926,14 +936,14 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, N, h, dh, gates, beta, dq, dk, dg, dbet
         b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
         b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_W), b_ks, input_precision=PREC)
         b_hh += tl.sum(tl.reshape(b_h.to(tl.float32) * b_dh.to(tl.float32), (BV * K // 8, 8)), 1)
-    # dS' U^T: (K, BT) x (BT, BT)
-    b_ks = gdn_dot_split(b_ks, b_hi, b_lo, PREC)
+    # dS' U^T by eq. (7): (K, BT) x (BT, BT)
+    b_ks = gdn_dot_split(b_ks, b_hi, b_lo, None, PREC)
     b_kT = tl.trans(b_k)
     b_dk *= -b_EW[None, :]
     b_ks *= b_RW[None, :]
     b_a += tl.sum(b_kT * b_dk, 0)
     b_b = tl.sum(b_kT * b_ks, 0)
-    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K) # again: its 16 KB of shared memory were the loop's
     # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
     b_dk = tl.dot(tl.trans(b_q), b_dPh, b_dk + b_ks, input_precision=PREC)
     b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
@@ -1028,8 +1038,9 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
             H=H, K=K, V=V, BT=BT, OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
-        gdn_solve_kernel[(B * NT * H,)](q, k, g, beta, seg, N if save else None, X, Y, gates, scale, T, NT, H=H, K=K, BT=BT,
-                                        PREC=PREC, **gdn_solve_settings(q))
+        gdn_solve_kernel[(B * NT * H,)](
+            tiles(q, BT, K), tiles(k, BT, K), g, beta, seg, N if save else None, X, Y, gates, scale, T, NT,
+            H=H, K=K, BT=BT, PREC=PREC, **gdn_solve_settings(q))
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
         else:
@@ -1087,9 +1098,9 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, v
         settings = gdn_grad_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), N, chunks(h, BV, K),
-            chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT,
-            H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), N,
+            chunks(h, BV, K), chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale,
+            T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
     return outputs
 
@@ -1151,8 +1162,8 @@ def _(q, k, v, g, beta, state, scale):
     return v.new_empty(v.shape)
 
 def gated_delta_rule_step(q, k, v, g, beta, state, scale=None):
-    """One token of `gated_delta_rule`: q, k (B, H, K), v (B, H, V), g, beta (B, H); state (B, H, K, V) float32 is updated
-    in place, whatever its strides. Returns o like v. No gradient."""
+    """One token of `gated_delta_rule`: q, k (B, H, K), v (B, H, V), g, beta (B, H); state (B, H, K, V) float32 is
+    updated in place, whatever its strides. Returns o like v. No gradient."""
     gates = [("g", g, q.shape[:2], (torch.float32,)), ("beta", beta, q.shape[:2], (torch.float32, q.dtype))]
     check(q, k, v, gates, state)
     return gdn_step(q, k, v, g, beta, state, float(q.shape[-1]**-0.5 if scale is None else scale))
