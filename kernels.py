@@ -832,6 +832,8 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     else:
         b_dS = tl.load(dS1 + state)
 
+    # a chunk of more tokens than K has dimensions takes most of dS' away: a small difference, from operands of two terms
+    NARROW: tl.constexpr = K <= BT
     LS = tl.cdiv(NT, NS) # chunks a part
     first, last = i_s * LS, tl.minimum(i_s * LS + LS, NT)
     # q and Y are fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
@@ -848,7 +850,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
         b_e = tl.load(e + o_i)
         b_dh = b_dS.to(b_k.dtype)
         # dv^T = do^T Y + dS'^T X^T: (BV, BT) x (BT, BT), (BV, K) x (K, BT)
-        b_dv = tl.dot(b_dh, b_X, input_precision=PREC)
+        b_dv = gdn_dot_split(b_dS if NARROW else b_dh, b_X, None, None, PREC)
         if OUT:
             dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
         b_dv = tl.dot(tl.trans(b_do), b_Y, b_dv, input_precision=PREC)
@@ -858,7 +860,8 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
         b_q = gdn_rows(q, i_b, i_h, t - BT, T, H, K, BT)
         if OUT:
             dv.store([i_b, t, i_h * V + i_v], tl.trans(b_dv).to(b_k.dtype).reshape(1, BT, BV))
-        b_dS = tl.dot((b_dv * -b_e[None, :]).to(b_k.dtype), b_k, b_dS, input_precision=PREC)
+        b_dv *= -b_e[None, :]
+        b_dS = gdn_dot_split(b_dv if NARROW else b_dv.to(b_k.dtype), b_k, None, b_dS, PREC)
     tl.store(dS0 + state, b_dS)
 
 @triton.jit
