@@ -564,35 +564,35 @@ def gla_step(q, k, v, g, state, scale=None):
 # S_t = e^{g_t} S_{t-1} + beta_t k_t u_t^T,  u_t = v_t - e^{g_t} S_{t-1}^T k_t,  o_t = s S_t^T q_t  (1)
 # S is (K, V); g <= 0 and beta are one number per token and head, s the scale, k of unit norm.
 #
-# Split T into chunks of BT. Inside one, G_i = g_1 + ... + g_i, D_ij = e^{G_i - G_j} for j <= i and 0 above the
-# diagonal, e_i = e^{G_i}, r_i = e^{G_last - G_i}, d = e^{G_last}; S is the state on entry, U the rows beta_i u_i. With
-#   N = (I + strict_lower(beta_i k_i k_j))^{-1}     without gates: (I + D * M)^{-1} = D * (I + M)^{-1}  (2)
-#   A_ij = D_ij N_ij beta_j,   X = A^T (r * k),   Y = P A,   P = s D * (q k^T)  (3)
+# Split T into chunks of BT. Inside one, G_i = g_1 + ... + g_i, D_ij = beta_j e^{G_i - G_j} for j <= i and 0 above the
+# diagonal, e_i = e^{G_i}, r_i = beta_i e^{G_last - G_i}, d = e^{G_last}; S is the state on entry, u the rows u_i. With
+#   N = (I + strict_lower(beta_i k_i k_j))^{-1}     without gates, which only scale it by e^{G_i - G_j}  (2)
+#   A_ij = D_ij N_ij / beta_i,   X = A^T (r * k),   Y = P A,   P = s D * (q k^T)  (3)
 # a chunk is, W being v less what the state on entry already answers to k,
-#   W = v - e * (k S),   o = s e * (q S) + Y W,   S' = d S + X^T W,   U = A W  (4)
+#   W = v - e * (k S),   o = s e * (q S) + Y W,   S' = d S + X^T W,   u = A W  (4)
 # and backward, with dS' the gradient of the state that leaves it,
 #   dv = Y^T do + X dS',   dS = d dS' + q^T (s e * do) - k^T (e * dv)  (5)
-#   dP = s D * (do U^T),   Z = dv U^T,   dkk = -strict_lower(D * Z),   dbeta_i = Z_ii / beta_i^2  (6)
-#   (do, dv, dS') U^T = ((do, dv, dS') W^T) A^T  (7)
+#   dP = s D * (do u^T),   Z = dv u^T,   dkk = -strict_lower(D * Z),   dbeta_i = Z_ii / beta_i  (6)
+#   (do, dv, dS') u^T = ((do, dv, dS') W^T) A^T  (7)
 #   dq = s e * (do S^T) + dP k  (8)
-#   dk = -e * (dv S^T) + r * (U dS'^T) + dP^T q + (dkk + dkk^T) k  (9)
+#   dk = -e * (dv S^T) + r * (u dS'^T) + dP^T q + (dkk + dkk^T) k  (9)
 #   a_i = q_i (s e * do S^T)_i - k_i (e * dv S^T)_i + row_i(H) - column_i(H),   H = dP * (q k^T) + dkk * (k k^T)
-#   b_j = k_j (r * U dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>  (10)
-# (6) follows from (I + D * M) U = beta * W.
+#   b_j = k_j (r * u dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>  (10)
+# (6) follows from u_i = W_i - sum_{j < i} D_ij k_i k_j u_j.
 #
 # X and Y are made in fp32 and rounded once: where keys are alike, A takes neighbours from each other, and S' or o from
-# a rounded A and U would have eight times (the root of BT) the error. For the same reason backward never rounds U: it
+# a rounded A and u would have eight times (the root of BT) the error. For the same reason backward never rounds u: it
 # makes W again, as forward had it, and multiplies sums over V by an A of two terms. dg is summed inside the chunk only:
 # one sum over the sequence costs ten times the error. beta is taken as max(beta, 1e-14): the function changes by no
-# more than that, U and dv keep their relative accuracy, and dbeta is right at 0. Left of the diagonal, row i of N is
-# beta_i times a product of k_i, k_j and contractions between them, no larger than 1, which fp16 holds to 2^-11.
-# No exponent is positive, so nothing overflows. A segment's first token takes the log2 gate RESET, whose exp2 is
-# 0 in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0, and only the first
-# kernel knows of segments. d is e of the last row.
+# more than that, u and dv keep their relative accuracy, and dbeta is right at 0. Left of the diagonal, A is beta_j times
+# decays and a product of k_i, k_j and contractions between them, no larger than 1, which fp16 holds to 2^-11.
+# No exponent is positive but that of a beta above 1, so nothing overflows. A segment's first token takes the log2 gate
+# RESET, whose exp2 is 0 in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0,
+# and only the first kernel knows of segments. d is e of the last row.
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
 #   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units
-#   N_i/b_i  N (B, H, NT, BT, BT)                 fp16*     gdn_solve         yes      * fp32 with an fp32 q
+#   A        A (B, H, NT, BT, BT)                 fp16*     gdn_solve         yes      * fp32 with an fp32 q
 #   X^T, Y   X (B, H, NT, K, BT), Y (.., BT, BT)  q's       gdn_solve         yes
 #   S^T      h (B, H, NT, V, K), entering state   q's       gdn_fwd           yes
 #   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
@@ -600,9 +600,9 @@ def gla_step(q, k, v, g, state, scale=None):
 # FLOPs per token and head: forward 6 K V + 2 BT V and the solve, backward 16 K V + 6 BT V + 20 BT K + 12 BT^2.
 
 RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in a chunk still leave 2^-11 of resolution
-MIN_BETA = tl.constexpr(1e-14) # its square, which divides dbeta, is still far from the end of fp32
-# rows of `gates`: G, e, r, and the same for what a token writes, which is nothing where beta is 0
-GATES, G, E, R, GW, EW, RW = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5))
+MIN_BETA = tl.constexpr(1e-14)
+# rows of `gates`: G, e, and for what a token writes, nothing where beta is 0, G - log2(beta), e and r
+GATES, G, E, GW, EW, RW = map(tl.constexpr, (5, 0, 1, 2, 3, 4))
 
 # launch settings: 168 registers let three blocks of the solve share an SM, which hides its chain of products
 SOLVE = dict(num_warps=4, maxnreg=168)
@@ -667,9 +667,9 @@ def gdn_diagonal_inverse(KK, beta, BT: tl.constexpr, DTYPE: tl.constexpr, PREC: 
     return b_n
 
 @triton.jit
-def gdn_solve_kernel(q, k, g, beta, seg, N, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
+def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
                      BT: tl.constexpr, PREC: tl.constexpr):
-    """Eqs. (2, 3): N, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
+    """Eqs. (2, 3): A, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
     DT: tl.constexpr = X.dtype.element_ty
     i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
@@ -703,27 +703,26 @@ def gdn_solve_kernel(q, k, g, beta, seg, N, X, Y, gates, scale, T, NT, H: tl.con
 
     b_G2 = tl.cumsum(b_g, 0)
     b_e = tl.exp2(b_G2)
-    b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_G2)
+    b_GW = b_G2 - tl.log2(b_beta)
+    b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_GW)
     gates += n * (GATES * BT) + o_i
     tl.store(gates, b_G2)
     tl.store(gates + E * BT, b_e)
-    tl.store(gates + R * BT, b_r)
-    tl.store(gates + GW * BT, tl.where(m_w, b_G2, float("inf")))
+    tl.store(gates + GW * BT, tl.where(m_w, b_GW, float("inf")))
     tl.store(gates + EW * BT, tl.where(m_w, b_e, 0.0))
     tl.store(gates + RW * BT, tl.where(m_w, b_r, 0.0))
 
-    # D beta in one exponent
     m_l = o_i[:, None] >= o_i[None, :]
-    b_D = tl.exp2(tl.where(m_l, b_G2[:, None] - (b_G2 - tl.log2(b_beta))[None, :], 0.0))
+    b_D = tl.exp2(tl.where(m_l, b_G2[:, None] - b_GW[None, :], 0.0)) # 0 above the diagonal comes from N and P
     chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
-    if N is not None:
-        tl.store(N + chunk, (b_N * (1 / b_beta)[:, None]).to(N.dtype.element_ty))
+    if A is not None:
+        tl.store(A + chunk, (b_N * b_D * (1 / b_beta)[:, None]).to(A.dtype.element_ty))
     # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
     b_P = tl.where(m_l, tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
     b_hi, b_lo = gdn_split(b_N, DT)
     tl.store(Y + chunk, (gdn_dot_split(b_P, b_hi, b_lo, None, PREC) * b_D * scale).to(Y.dtype.element_ty))
     # k^T times the inverse: (K, BT) x (BT, BT)
-    b_X = gdn_dot_split(tl.trans(b_k), b_hi, b_lo, None, PREC) * (b_beta * b_r)[None, :]
+    b_X = gdn_dot_split(tl.trans(b_k), b_hi, b_lo, None, PREC) * b_r[None, :]
     tl.store(X + n * (K * BT) + tl.arange(0, K)[:, None] * BT + o_i[None, :], b_X.to(X.dtype.element_ty))
 
 @triton.jit
@@ -865,7 +864,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     tl.store(dS0 + state, b_dS)
 
 @triton.jit
-def gdn_bwd_grad_kernel(q, k, v, do, dv, N, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
+def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
                         K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
                         PREC: tl.constexpr):
     """Eqs. (6-10) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
@@ -883,10 +882,7 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, N, h, dh, gates, beta, dq, dk, dg, dbet
 
     b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
     # A^T, in two terms
-    b_beta = tl.maximum(b_beta, MIN_BETA)
-    b_A = gdn_square(N, n, BT).to(tl.float32) * tl.exp2(tl.minimum(b_G[:, None] - b_GW[None, :], 0.0))
-    b_A = tl.where(m_l, b_A * b_beta[:, None], tl.where(m_d, 1.0, 0.0)) * b_beta[None, :]
-    b_hi, b_lo = gdn_split(b_A, b_k.dtype)
+    b_hi, b_lo = gdn_split(gdn_square(A, n, BT).to(tl.float32), b_k.dtype)
     b_hi, b_lo = tl.trans(b_hi), tl.trans(b_lo)
 
     b_dq = tl.zeros([BT, K], dtype=tl.float32)
@@ -904,13 +900,13 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, N, h, dh, gates, beta, dq, dk, dg, dbet
         b_dP = tl.dot(b_do, tl.trans(b_W), b_dP, input_precision=PREC)
         b_Z = tl.dot(b_dv, tl.trans(b_W), b_Z, input_precision=PREC)
 
-    # do U^T and dv U^T by eq. (7): (BT, BT) x (BT, BT)
+    # do u^T and dv u^T by eq. (7): (BT, BT) x (BT, BT)
     b_dP = gdn_dot_split(b_dP, b_hi, b_lo, None, PREC)
     b_Z = gdn_dot_split(b_Z, b_hi, b_lo, None, PREC)
-    b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
+    b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / tl.maximum(b_beta, MIN_BETA)
     tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
-    b_D = tl.exp2(tl.minimum(b_G[:, None] - b_GW[None, :], 0.0))
-    b_dP = tl.where(m_d | m_l, b_dP * b_D * scale, 0.0)
+    b_D = tl.exp2(tl.where(m_d | m_l, b_G[:, None] - b_GW[None, :], float("-inf")))
+    b_dP *= b_D * scale
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
     # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of X adds to a row what it takes from the same column: left out, its
     # rounding would swamp dg where the gates are strong
@@ -939,7 +935,7 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, N, h, dh, gates, beta, dq, dk, dg, dbet
         b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
         b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_W), b_ks, input_precision=PREC)
         b_hh += tl.sum(tl.reshape(b_h.to(tl.float32) * b_dh.to(tl.float32), (BV * K // 8, 8)), 1)
-    # dS' U^T by eq. (7): (K, BT) x (BT, BT)
+    # dS' u^T by eq. (7): (K, BT) x (BT, BT)
     b_ks = gdn_dot_split(b_ks, b_hi, b_lo, None, PREC)
     b_kT = tl.trans(b_k)
     b_dk *= -b_EW[None, :]
@@ -1026,8 +1022,8 @@ def precision(dtype):
 @torch.library.custom_op("kernels::gdn_fwd", mutates_args=())
 def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Optional[Tensor], seg: Optional[Tensor],
             scale: float, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final state (B, H, V, K), and for backward N, X, Y, gates, h and transitions phi^T (B, H, NS, K, K)."""
-    o, S1, N, X, Y, gates, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
+    """o, the final state (B, H, V, K), and for backward A, X, Y, gates, h and transitions phi^T (B, H, NS, K, K)."""
+    o, S1, A, X, Y, gates, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
     B, T, H, K = q.shape
     V, NT, NS, PREC = v.shape[-1], Y.shape[2], phi.shape[2], precision(q.dtype)
     chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
@@ -1042,7 +1038,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 
     with torch.cuda.device_of(q):
         gdn_solve_kernel[(B * NT * H,)](
-            tiles(q, BT, K), tiles(k, BT, K), g, beta, seg, N if save else None, X, Y, gates, scale, T, NT,
+            tiles(q, BT, K), tiles(k, BT, K), g, beta, seg, A if save else None, X, Y, gates, scale, T, NT,
             H=H, K=K, BT=BT, PREC=PREC, **gdn_solve_settings(q))
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
@@ -1060,8 +1056,8 @@ def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     NS = gdn_segments(B * H * (V // gdn_sweep_settings(q, K, V)["BV"]), NT, q.device)
     per_chunk = lambda x, *shape, dtype=None: x.new_empty(B, H, NT, *shape, dtype=dtype)
-    N_dtype = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
-    return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, BT, BT if save else 0, dtype=N_dtype),
+    A_dtype = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
+    return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, BT, BT if save else 0, dtype=A_dtype),
             per_chunk(q, K, BT), per_chunk(q, BT, BT), per_chunk(g, GATES.value, BT), per_chunk(q, V if save else 0, K),
             g.new_empty(B, H, NS, K, K if NS > 1 else 0))
 
@@ -1070,11 +1066,11 @@ def gdn_fold(part, phi, S0, X, BACK=False):
     gdn_fold_kernel[(B * H * V // 16,)](part, phi, S0, X, NS, K=K, V=V, BV=16, BK=min(K, 64), BACK=BACK, num_warps=4)
 
 @torch.library.custom_op("kernels::gdn_bwd", mutates_args=())
-def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, beta: Tensor, N: Tensor,
+def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, beta: Tensor, A: Tensor,
             X: Tensor, Y: Tensor, gates: Tensor, h: Tensor, phi: Tensor, scale: float) \
             -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dbeta and the initial state's gradient (B, H, V, K)."""
-    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, v, beta, N, X, Y, gates, h, phi, scale)
+    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, v, beta, A, X, Y, gates, h, phi, scale)
     (B, T, H, K), V = q.shape, v.shape[-1]
     NT, NS, PREC = Y.shape[2], phi.shape[2], precision(q.dtype)
     do = torch.zeros_like(dv) if do is None else do.contiguous()
@@ -1101,14 +1097,14 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, v
         settings = gdn_grad_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), N,
+            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), A,
             chunks(h, BV, K), chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale,
             T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
     return outputs
 
 @gdn_bwd.register_fake
-def gdn_bwd_outputs(do, dS1, q, k, v, beta, N, X, Y, gates, h, phi, scale):
+def gdn_bwd_outputs(do, dS1, q, k, v, beta, A, X, Y, gates, h, phi, scale):
     (B, T, H, K), V = q.shape, v.shape[-1]
     return (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), gates.new_empty(B, T, H),
             torch.empty_like(beta), gates.new_empty(B, H, V, K))
