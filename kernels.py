@@ -924,7 +924,6 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     b_dk = tl.zeros([K, BT], dtype=tl.float32)
     b_ks = tl.zeros([K, BT], dtype=tl.float32)
     b_hh = tl.zeros([BV * K // 8], dtype=tl.float32)
-    b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
         b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
@@ -935,6 +934,7 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
         b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
         b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_W), b_ks, input_precision=PREC)
         b_hh += tl.sum(tl.reshape(b_h.to(tl.float32) * b_dh.to(tl.float32), (BV * K // 8, 8)), 1)
+    b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
     # dS' u^T by eq. (7): (K, BT) x (BT, BT)
     b_ks = gdn_dot_split(b_ks, b_hi, b_lo, None, PREC)
     b_kT = tl.trans(b_k)
