@@ -584,8 +584,8 @@ def gla_step(q, k, v, g, state, scale=None):
 # a rounded A and u would have eight times (the root of BT) the error. For the same reason backward never rounds u: it
 # makes W again, as forward had it, and multiplies sums over V by an A of two terms. dg is summed inside the chunk only:
 # one sum over the sequence costs ten times the error. beta is taken as max(beta, 1e-14): the function changes by no
-# more than that, u and dv keep their relative accuracy, and dbeta is right at 0. Left of the diagonal, A is beta_j times
-# decays and a product of k_i, k_j and contractions between them, no larger than 1, which fp16 holds to 2^-11.
+# more than that, u and dv keep their relative accuracy, and dbeta is right at 0. A has 1 on the diagonal; left of it
+# beta_j, a decay and a product of k_i, k_j and contractions between them, no larger than 1: fp16 holds it to 2^-11.
 # No exponent is positive but that of a beta above 1, so nothing overflows. A segment's first token takes the log2 gate
 # RESET, whose exp2 is 0 in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0,
 # and only the first kernel knows of segments. d is e of the last row.
@@ -831,7 +831,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     else:
         b_dS = tl.load(dS1 + state)
 
-    # a chunk of more tokens than K has dimensions takes most of dS' away: a small difference, from operands of two terms
+    # a chunk of as many tokens as K has takes most of dS' away: a small difference, from operands of two terms
     NARROW: tl.constexpr = K <= BT
     LS = tl.cdiv(NT, NS) # chunks a part
     first, last = i_s * LS, tl.minimum(i_s * LS + LS, NT)
@@ -879,15 +879,12 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     # small loads first, they are on their way while the loop runs
     b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
     b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
-
     b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
-    # A^T, in two terms
-    b_hi, b_lo = gdn_split(gdn_square(A, n, BT).to(tl.float32), b_k.dtype)
+    b_hi, b_lo = gdn_split(gdn_square(A, n, BT).to(tl.float32), b_k.dtype) # A in two terms
     b_hi, b_lo = tl.trans(b_hi), tl.trans(b_lo)
 
     b_dq = tl.zeros([BT, K], dtype=tl.float32)
-    b_dP = tl.zeros([BT, BT], dtype=tl.float32)
-    b_Z = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dP, b_Z = tl.zeros([BT, BT], dtype=tl.float32), tl.zeros([BT, BT], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
         b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
@@ -908,21 +905,19 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     b_D = tl.exp2(tl.where(m_d | m_l, b_G[:, None] - b_GW[None, :], float("-inf")))
     b_dP *= b_D * scale
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
-    # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of X adds to a row what it takes from the same column: left out, its
+    # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of H adds to a row what it takes from the same column: left out, its
     # rounding would swamp dg where the gates are strong
     b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
-    b_X = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
-    b_X += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
-    b_a = tl.sum(b_X, 1) - tl.sum(b_X, 0)
+    b_H = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
+    b_H += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     b_dq *= (b_E * scale)[:, None]
-    b_a += tl.sum(b_q * b_dq, 1)
+    b_a = tl.sum(b_H, 1) - tl.sum(b_H, 0) + tl.sum(b_q * b_dq, 1)
     # dP k: (BT, BT) x (BT, K), where like keys take from each other
     b_dq = gdn_dot_split(b_dP, b_k, None, b_dq, PREC)
     b_dPh, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
     dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
 
-    b_dk = tl.zeros([K, BT], dtype=tl.float32)
-    b_ks = tl.zeros([K, BT], dtype=tl.float32)
+    b_dk, b_ks = tl.zeros([K, BT], dtype=tl.float32), tl.zeros([K, BT], dtype=tl.float32)
     b_hh = tl.zeros([BV * K // 8], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
