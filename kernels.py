@@ -610,6 +610,13 @@ SOLVE = dict(num_warps=4, maxnreg=168)
 # forward
 
 @triton.jit
+def gdn_rows(x, i_b, i_h, t, T, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr):
+    """Rows t + [0, BT) of x (B, T, H, D), zero outside of [0, T)."""
+    o_t = t + tl.arange(0, BT)
+    x += ((i_b.to(tl.int64) * T + o_t) * H + i_h)[:, None] * D + tl.arange(0, D)[None, :]
+    return tl.load(x, mask=((o_t >= 0) & (o_t < T))[:, None], other=0.0)
+
+@triton.jit
 def gdn_split(x, DTYPE: tl.constexpr):
     """x in fp32 as the sum of two numbers of type DTYPE, to 2^-16: bf16 is the upper half of the bits. fp32 stays."""
     if DTYPE == tl.float32:
@@ -684,8 +691,7 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
         m_s = m_t & (t + o_i > 0)
         b_g = tl.where(m_s & (tl.load(seg, mask=m_s, other=0) != tl.load(seg - 1, mask=m_s, other=0)), RESET, b_g)
     b_beta = tl.load(beta + row + o_i * H, mask=m_t, other=0.0).to(tl.float32)
-    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
-    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_q, b_k = gdn_rows(q, i_b, i_h, t, T, H, K, BT), gdn_rows(k, i_b, i_h, t, T, H, K, BT)
     m_w = b_beta > 0
     b_beta = tl.maximum(b_beta, MIN_BETA)
     # k k^T: (BT, K) x (K, BT)
@@ -724,13 +730,6 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     # k^T times the inverse: (K, BT) x (BT, BT)
     b_X = gdn_dot_split(tl.trans(b_k), b_hi, b_lo, None, PREC) * b_r[None, :]
     tl.store(X + n * (K * BT) + tl.arange(0, K)[:, None] * BT + o_i[None, :], b_X.to(X.dtype.element_ty))
-
-@triton.jit
-def gdn_rows(x, i_b, i_h, t, T, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr):
-    """Rows t + [0, BT) of x (B, T, H, D), zero outside of [0, T)."""
-    o_t = t + tl.arange(0, BT)
-    x += ((i_b.to(tl.int64) * T + o_t) * H + i_h)[:, None] * D + tl.arange(0, D)[None, :]
-    return tl.load(x, mask=((o_t >= 0) & (o_t < T))[:, None], other=0.0)
 
 @triton.jit
 def gdn_square(x, n, BT: tl.constexpr):
@@ -1033,7 +1032,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 
     with torch.cuda.device_of(q):
         gdn_solve_kernel[(B * NT * H,)](
-            tiles(q, BT, K), tiles(k, BT, K), g, beta, seg, A if save else None, X, Y, gates, scale, T, NT,
+            q, k, g, beta, seg, A if save else None, X, Y, gates, scale, T, NT,
             H=H, K=K, BT=BT, PREC=PREC, **gdn_solve_settings(q))
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
