@@ -325,7 +325,7 @@ def gdn_held_to_loop(x, segment_ids=None, no_do=False, no_dS=False, scale=None, 
 
 # on the CPU small and ragged; with a GPU also both layers of the real models, and every pair of widths
 GDN_SHAPES = [(2, 1, 3, 16, 32), (1, 15, 1, 16, 16), (1, 63, 1, 16, 16), (1, 64, 1, 32, 16), (1, 65, 1, 100, 20),
-              (1, 127, 1, 16, 64), (2, 200, 3, 16, 16), (1, 2, 1, 1, 1), (1, 66, 3, 256, 1), (1, 66, 2, 64, 128)]
+              (1, 127, 1, 16, 64), (2, 200, 3, 16, 16), (1, 2, 1, 1, 1), (1, 64, 3, 256, 1), (1, 66, 2, 64, 128)]
 if GPU:
     GDN_SHAPES += [(2, T, 3, 128, 128) for T in (1, 15, 63, 64, 65, 127, 200, 2049)]
     GDN_SHAPES += [(1, 2048, 6, 128, 256), (2, 2048, 8, 128, 128)]
