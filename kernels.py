@@ -995,6 +995,9 @@ def gdn_solve_settings(x):
 def gdn_sweep_settings(x, K, V):
     """Tile and launch settings of both sweeps over tensors like x."""
     if INTERPRET or x.dtype == torch.float32 or gdn_small(x.device):
+        # compiled for sm_80 with Triton 3.6: 96 KB at most, but 128 and 144 KB of two tiles of such keys in the sweeps
+        assert x.dtype == torch.bfloat16 or K <= 128 or gdn_shared(x.device) >= 144 * 1024, \
+            f"float32 with K above 128 needs 144 KB of shared memory, this GPU has {gdn_shared(x.device) >> 10}"
         return dict(BV=min(V, 32), STAGES=1, num_warps=8 if gdn_small(x.device) else 4)
     if K <= 128:
         return dict(BV=min(V, 128), STAGES=3, num_warps=8 if V >= 128 else 4)
@@ -1007,7 +1010,11 @@ def gdn_grad_settings(x, K, V):
 
 def gdn_small(device):
     """Whether a block has less shared memory than the 227 KB of an H100: an A100 or a card for desks."""
-    return not INTERPRET and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 227 * 1024
+    return gdn_shared(device) < 227 * 1024
+
+def gdn_shared(device):
+    """Bytes of shared memory a block can have."""
+    return 227 * 1024 if INTERPRET else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 def precision(dtype):
     """Of the products: exact to fp32 for fp32 tensors; bf16 operands have one way only."""
