@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import config
 import model as definitions
 from model import LM
-from sample import Decoder, for_inference, prefill, state_bytes
+from sample import Decoder, choose, for_inference, prefill, state_bytes, weight_bytes
 from train import PEAK_FLOPS, TrainConfig, autocast
 
 @dataclass(frozen=True)
@@ -208,23 +208,28 @@ def operators(op, cfg):
     else:
         yield op + "_chunked", lambda **x: getattr(definitions, op + "_chunked")(**x)[0]
     if CUDA and importlib.util.find_spec("fla"):
-        cut_autotuners(cfg.fla_configs)
-        import fla
+        fla = import_fla(cfg.fla_configs)
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
         from fla.ops.gla import chunk_gla
         peer = {"gla": chunk_gla, "gated_delta_rule": chunk_gated_delta_rule}[op]
         yield f"fla {fla.__version__}", lambda **x: peer(**x)[0]
 
-def cut_autotuners(n):
-    """From here on Triton's autotuners try n configurations, always the same ones; ours have none."""
+def import_fla(n):
+    """
+    flash-linear-attention to be timed. Triton's autotuners try n configurations from here on (0: all), always the same
+    ones; ours have none. And where FLA refuses its gated-delta backward, as wrong on Hopper with Triton 3.4 to 3.7.0, it
+    is let through: its time is wanted here, not its result.
+    """
+    import fla
     from triton.runtime.autotuner import Autotuner
-    if not n or hasattr(Autotuner, "uncut"):
-        return
-    Autotuner.uncut = Autotuner.prune_configs
-    def prune_configs(self, kwargs):
-        configs = list(self.uncut(kwargs))
-        return random.Random(0).sample(configs, min(n, len(configs)))
-    Autotuner.prune_configs = prune_configs
+    if n and not hasattr(Autotuner, "uncut"):
+        Autotuner.uncut = Autotuner.prune_configs
+        def prune_configs(self, kwargs):
+            configs = list(self.uncut(kwargs))
+            return random.Random(0).sample(configs, min(n, len(configs)))
+        Autotuner.prune_configs = prune_configs
+    importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
+    return fla
 
 def bench_kernels(report, cfgs, copy, matmul):
     report.table("kernels", f"""operators, B T H K V, {DTYPE}.
@@ -294,29 +299,47 @@ def brief(error):
 # ----------------------------------------------------------------------------------------------------------------------
 # the training step
 
-def build(cfg):
+def build(cfg, device=DEVICE):
     torch.manual_seed(0)
     try:
-        with DEVICE:
+        with torch.device(device):
             return LM(cfg)
     except AssertionError as error:
         sys.exit(str(error))
 
-def training_step(cfg, B, T, compiled):
-    """train.py's step on B random rows of T tokens, as a function; and its model. Documents are about 1,000 tokens."""
+def fla_model(cfg):
+    """FLA's model of the config's sizes, which is run as FLA's users run it: eager."""
+    fla = import_fla(cfg.fla_configs)
+    from transformers import AutoModelForCausalLM
+    H, K, V = cfg.n_head, cfg.d_key, cfg.d_value
+    sizes = dict(hidden_size=cfg.n_embd, num_heads=H, num_hidden_layers=cfg.n_layer, intermediate_size=cfg.d_mlp,
+                 vocab_size=cfg.vocab_size, tie_word_embeddings=True, use_cache=False)
+    if cfg.mixer == "gla":
+        fla_cfg = fla.models.GLAConfig(**sizes, expand_k=H * K / cfg.n_embd, expand_v=H * V / cfg.n_embd)
+    else:
+        fla_cfg = fla.models.GatedDeltaNetConfig(**sizes, head_dim=K, expand_v=V / K, conv_size=cfg.conv_size)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(fla_cfg).to(DEVICE)
+
+def training_step(cfg, B, T, compiled, peer=False):
+    """
+    train.py's step on B random rows of T tokens, as a function; and its model, or FLA's of the same sizes (`peer`).
+    Documents are about 1,000 tokens; FLA's model gets no boundaries.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(not peer, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    raw = build(cfg)
+    raw = fla_model(cfg) if peer else build(cfg)
     raw.checkpoint_blocks = cfg.checkpoint_blocks
-    optimizer = torch.optim.AdamW(raw.optim_groups(cfg.weight_decay), betas=(cfg.beta1, cfg.beta2), fused=True)
+    groups = raw.parameters() if peer else raw.optim_groups(cfg.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), fused=True)
     if compiled:
         raw.compile(fullgraph=True, dynamic=False)
     idx, targets = torch.randint(cfg.vocab_size, (2, B, T), device=DEVICE)
     ids = (torch.rand(B, T, device=DEVICE) < 1e-3).cumsum(1, dtype=torch.int32) if cfg.reset_at_eot else None
     def step():
         with autocast(DEVICE):
-            loss = raw(idx, targets, ids)[1]
+            loss = raw(idx, labels=idx).loss if peer else raw(idx, targets, ids)[1]
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), cfg.grad_clip)
         optimizer.found_inf = (~torch.isfinite(loss.detach() + norm)).float()
@@ -347,29 +370,41 @@ def breakdown(step, ms, n=3):
 def bench_train(report, cfgs, copy, matmul):
     name = torch.cuda.get_device_name() if CUDA else ""
     peak = next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf"\b{gpu}\b", name)), None)
-    report.table("train", f"""training step: forward, backward, clipping, fused AdamW on fp32 parameters; random tokens; products in
-{DTYPE}. mfu: FLOPs over the data sheet's {(peak or 0) / 1e12:,.0f} TFLOP/s (0: not known), matmul: over the measured ceiling""",
+    cfg = next(iter(cfgs.values()))
+    report.table("train", f"""training step: forward, backward, clipping, fused AdamW on fp32 parameters; random tokens;
+products in {DTYPE}. mfu: FLOPs over the data sheet's {(peak or 0) / 1e12:,.0f} TFLOP/s (0: not known), matmul: over
+the measured ceiling; ratio: our tok/s over the row's. FLA's models, where installed, have the same sizes, and autotuners
+that try {cfg.fla_configs} configurations""",
                  "model:<16 params:>11,d B:>3d T:>6d ms:>8.2f p10:>8.2f p90:>8.2f first_s:>7.1f tok_s:>8,.0f"
-                 " tflops:>7.3f mfu:>6.1% matmul:>6.1% peak_gb:>7.2f")
-    parts = []
-    for label, cfg in cfgs.items():
-        B, T = cfg.batch_size, cfg.seq_len
-        row = {"model": label, "mixer": cfg.mixer, "B": B, "T": T, "dtype": DTYPE, "compile": cfg.compile}
+                 " tflops:>7.3f mfu:>6.1% matmul:>6.1% peak_gb:>7.2f ratio:>6.2f")
+    parts, ours = [], {} # ours: tok/s by mixer
+    peers = [(f"fla {cfg.mixer}", cfg, True) for cfg in cfgs.values()
+             if CUDA and cfg.mixer != "attention" and importlib.util.find_spec("fla")]
+    for label, cfg, peer in [(label, cfg, False) for label, cfg in cfgs.items()] + peers:
+        B, T, compiled = cfg.batch_size, cfg.seq_len, cfg.compile and not peer
+        row = {"model": label, "mixer": cfg.mixer, "B": B, "T": T, "dtype": DTYPE, "compile": compiled}
         try:
             if CUDA:
+                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            step, raw = training_step(cfg, B, T, cfg.compile)
+            step, raw = training_step(cfg, B, T, compiled, peer)
             first_s = seconds(step)
             warm = max(seconds(step) for _ in range(2))
             times = in_a_row(step, min(30, max(3, int((5 if CUDA else 3) / warm))))
         except torch.OutOfMemoryError:
             report.row(**row, error="out of memory")
             continue
+        except Exception as error: # of a peer; ours has no excuse
+            if not peer:
+                raise
+            report.row(**row, error=brief(error))
+            continue
         rate = B * T / np.median(times) * 1000 # tokens a second
-        flops = rate * raw.flops_per_token(T)
-        report.row(**row, params=raw.num_params(), **spread(times), first_s=first_s, tok_s=rate, tflops=flops / 1e12,
-                   mfu=peak and flops / peak, matmul=flops / matmul,
-                   peak_gb=torch.cuda.max_memory_allocated() / 1e9 if CUDA else None)
+        flops = rate * build(cfg, "meta").flops_per_token(T) # ours count for the peer, its model is the same
+        report.row(**row, params=sum(p.numel() for p in raw.parameters()), **spread(times), first_s=first_s, tok_s=rate,
+                   tflops=flops / 1e12, mfu=peak and flops / peak, matmul=flops / matmul,
+                   peak_gb=torch.cuda.max_memory_allocated() / 1e9 if CUDA else None,
+                   ratio=ours.setdefault(cfg.mixer, rate) / rate)
         if CUDA:
             parts.append((label, breakdown(step, np.median(times))))
         del step, raw
@@ -383,31 +418,60 @@ def bench_train(report, cfgs, copy, matmul):
 # ----------------------------------------------------------------------------------------------------------------------
 # generation
 
+DRAW = 0.8, 200, 1.0 # temperature, top_k, top_p
+
 def bench_sample(report, cfgs, copy, matmul):
-    report.table("sample", f"""generation, matrices in {DTYPE}, drawing with top_k=200 included. prefill: reading `context`
-tokens of a prompt; decode: a token for each of `batch` sequences after `context` tokens; state: per sequence""",
-                 "model:<16 pass:<8 batch:>6d context:>8d ms:>8.3f p10:>8.3f p90:>8.3f first_s:>7.2f tok_s:>9,.0f state_mb:>9.3f")
-    short, long, many = (100, 100_000, 64) if CUDA else (16, 1024, 8)
+    report.table("sample", f"""generation, matrices in {DTYPE} or int8, drawing with top_k=200 included. prefill:
+reading `context` tokens of a prompt; decode: a token for each of `batch` sequences after `context` tokens, on a GPU as
+one CUDA graph (FLA: kernel by kernel, as it generates); weights: of the model; state: of a sequence (attention: with room
+for `context` + 300 tokens)""",
+                 "model:<22 pass:<8 batch:>6d context:>8d ms:>8.3f p10:>8.3f p90:>8.3f first_s:>7.2f tok_s:>9,.0f"
+                 " weights_mb:>10.2f state_mb:>9.3f")
+    short, long, many, n = (100, 100_000, 64, 131_072) if CUDA else (16, 1024, 8, 1024)
     for label, cfg in cfgs.items():
-        model = for_inference(build(cfg), DEVICE.type)
-        row = {"model": label, "mixer": cfg.mixer, "dtype": DTYPE}
-        n = 131_072 if CUDA else 1024
         tokens = torch.randint(cfg.vocab_size, (1, n), device=DEVICE)
-        first_s = seconds(lambda: prefill(model, tokens))
-        times = [1000 * seconds(lambda: prefill(model, tokens)) for _ in range(3)]
-        report.row(**row, **{"pass": "prefill"}, batch=1, context=n, **spread(times), first_s=first_s,
-                   tok_s=1000 * n / np.median(times))
-        for batch, context in ((1, short), (many, short), (1, long)):
-            state, logits = prefill(model, tokens[:, :context].expand(batch, -1))
-            decoders = []
-            first_s = seconds(lambda: decoders.append(Decoder(model, batch, cfg.vocab_size, temperature=0.8, top_k=200, top_p=1.0)))
-            decoder = decoders[0]
-            decoder.start(state, logits)
-            in_a_row(decoder.step, 5)
-            times = in_a_row(decoder.step, 200 if CUDA else 30)
-            report.row(**row, **{"pass": "decode"}, batch=batch, context=context, **spread(times), first_s=first_s,
-                       tok_s=1000 * batch / np.median(times), state_mb=state_bytes(decoder.state) / batch / 1e6)
-        del model, state, decoder, decoders
+        for int8 in (False, True):
+            model = for_inference(build(cfg), DEVICE.type, int8)
+            row = {"model": label + " int8" * int8, "mixer": cfg.mixer, "dtype": "int8" if int8 else DTYPE,
+                   "weights_mb": weight_bytes(model) / 1e6}
+            first_s = seconds(lambda: prefill(model, tokens))
+            times = [1000 * seconds(lambda: prefill(model, tokens)) for _ in range(3)]
+            report.row(**row, **{"pass": "prefill"}, batch=1, context=n, **spread(times), first_s=first_s,
+                       tok_s=1000 * n / np.median(times))
+            for batch, context in ((1, short), (many, short)) + ((1, long),) * (not int8):
+                decoders, start = [], prefill(model, tokens[:, :context])
+                first_s = seconds(lambda: decoders.append(Decoder(model, batch, cfg.vocab_size, *DRAW, context + 300)))
+                decoders[0].start(*start)
+                report.row(**row, **decode_row(decoders[0].step, batch, context), first_s=first_s,
+                           state_mb=state_bytes(decoders[0].state) / batch / 1e6)
+            del model, decoders, start
+        if CUDA and cfg.mixer != "attention" and importlib.util.find_spec("fla"):
+            row = {"model": label + " fla", "mixer": cfg.mixer, "dtype": DTYPE}
+            try:
+                for batch in (1, many):
+                    steps = []
+                    first_s = seconds(lambda: steps.append(fla_step(cfg, tokens[:, :short].expand(batch, -1))))
+                    report.row(**row, **decode_row(steps[0], batch, short), first_s=first_s)
+            except Exception as error: # of a peer
+                report.row(**row, **{"pass": "decode"}, error=brief(error))
+
+def decode_row(step, batch, context):
+    in_a_row(step, 5)
+    times = in_a_row(step, 200 if CUDA else 30)
+    tok_s = 1000 * batch / np.median(times)
+    return {"pass": "decode", "batch": batch, "context": context, **spread(times), "tok_s": tok_s}
+
+@torch.no_grad()
+def fla_step(cfg, tokens):
+    """FLA's model of cfg's shape after `tokens` (B, T): a function that draws one more, with its cache."""
+    model = fla_model(cfg).to(MATRICES).eval()
+    out = model(tokens, use_cache=True, logits_to_keep=1)
+    token = choose(out.logits[:, -1], *DRAW)
+    @torch.no_grad()
+    def step():
+        again = model(token, past_key_values=out.past_key_values, use_cache=True)
+        token.copy_(choose(again.logits[:, -1], *DRAW))
+    return step
 
 # ----------------------------------------------------------------------------------------------------------------------
 # memory by length
@@ -441,7 +505,10 @@ saved_gb: kept between forward and backward; state_mb: what generation carries o
 # curves
 
 def plot(path, pattern):
-    """Training loss (line) and validation loss (dots) over tokens, of every log.jsonl that `pattern` matches."""
+    """
+    Of every log.jsonl that `pattern` matches: training loss (line) and validation loss (dots) over tokens, and, where
+    train.py --eval_only=True has added it, validation loss by position.
+    """
     logs = sorted(glob.glob(pattern, recursive=True))
     if not logs:
         sys.exit(f"--logs={pattern}: no such file")
@@ -450,7 +517,7 @@ def plot(path, pattern):
     import matplotlib
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, (axes, by_position) = plt.subplots(1, 2, figsize=(14, 5))
     for log in logs:
         with open(log) as f:
             try:
@@ -462,9 +529,14 @@ def plot(path, pattern):
         name = os.path.basename(os.path.dirname(log)) or log
         line, = axes.plot(*curve("loss"), linewidth=1, label=name)
         axes.plot(*curve("val_loss"), "o", color=line.get_color())
+        for points in [r["val_loss_by_position"] for r in records if r.get("val_loss_by_position")][-1:]: # the newest
+            ends, losses, _ = np.array(points, dtype=float).T # null becomes NaN, a gap
+            by_position.plot(ends, losses, "o-", color=line.get_color())
     axes.set(xlabel="tokens, millions", ylabel="loss, nats a token (dots: validation)")
+    by_position.set(xlabel="position up to, tokens", ylabel="validation loss, nats a token", xscale="log")
     axes.legend()
     axes.grid(alpha=0.3)
+    by_position.grid(alpha=0.3)
     try:
         figure.savefig(path, dpi=150, bbox_inches="tight")
     except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ convolution in front of them and the output head's loss.
     gated_delta_rule_step(q, k, v, g, beta, state, scale=None)                           -> o, state in place
     short_conv(x, weight, H, K, V, unit, segment_ids=None)                               -> q, k, v
     linear_cross_entropy(x, weight, targets)                                             -> mean loss
+    linear_step, step_inputs, rms_norm: what LM.step and a prompt need besides
 
 B batch, T time, H heads, K key dim per head, V value dim per head; q, k (B, T, H, K), v and o (B, T, H, V).
 Tiles: BT tokens a chunk, BV values a program, NT chunks. model.py's chunked forms are the definition of both operators.
@@ -1427,3 +1428,169 @@ def linear_cross_entropy(x, weight, targets):
     The softmax and the sum that makes weight's gradient are in fp32.
     """
     return linear_cross_entropy_op(x.flatten(0, -2), weight, targets.flatten(), torch.is_grad_enabled())[0]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# one token through a block, and norms without gradients
+#
+# With one token a sequence a product W x is bound by reading W, and a launch takes about 2 us, in which an H200 reads
+# 8 MB. So what stands before and after a product is done in its kernel, and a block is seven launches (GDN's a and b:
+# eight):
+#   p = W_in n(x),   z = W_gate n(x),   q k v g from p,   o by the step,   x' = x + W_out (n(o) silu(z)),
+#   h = silu(W_1 n(x')) (W_2 n(x')),   x'' = x' + W_3 h,                                                             (1)
+# where n(x) = w x / rms(x) over groups of D inputs: the model's width, or a head's. 1 / rms is one number per group, so
+# it is put on the group's sums, and x is read once:
+#   W n(x) = sum_groups (W_group (w x_group)) / rms(x_group)                                                         (2)
+# W is in x's dtype, or int8 with a scale per row: int8 is exact in bf16, so the scale, too, is put on the sums.
+
+@triton.jit
+def rms_norm_kernel(x, weight, gate, y, eps, N, D, ROWS: tl.constexpr, BD: tl.constexpr):
+    """n(x), times silu(gate) where there is one, of N rows of D. Grid (N / ROWS,)."""
+    o_n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    o_d = tl.arange(0, BD)[None, :]
+    mask = (o_n < N) & (o_d < D)
+    b_x = tl.load(x + o_n * D + o_d, mask=mask, other=0.0).to(tl.float32)
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, 1, keep_dims=True) / D + eps)
+    b_y *= tl.load(weight + o_d, mask=o_d < D, other=0.0)
+    if gate is not None:
+        b_z = tl.load(gate + o_n * D + o_d, mask=mask, other=0.0).to(tl.float32)
+        b_y *= b_z * tl.sigmoid(b_z)
+    tl.store(y + o_n * D + o_d, b_y.to(y.dtype.element_ty), mask=mask)
+
+@triton.jit
+def linear_step_kernel(x, w, scale, w2, scale2, norm, gate, residual, y, eps, B, N, K, D, BB: tl.constexpr,
+                       BN: tl.constexpr, BK: tl.constexpr):
+    """A product of (1) by (2), as y^T = W x^T with W (N, K). Grid (N / BN, B / BB)."""
+    o_n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
+    o_b = (tl.program_id(1) * BB + tl.arange(0, BB)).to(tl.int64)
+    m_n, m_b = (o_n < N)[:, None], (o_b < B)[:, None]
+    b_y, b_y2 = tl.zeros([BN, BB], tl.float32), tl.zeros([BN, BB], tl.float32) # over whole groups
+    part, part2 = tl.zeros([BN, BB], tl.float32), tl.zeros([BN, BB], tl.float32) # over this group so far
+    b_sq = tl.zeros([BB], tl.float32)
+    blocks = tl.cdiv(D, BK) # of a group
+    for i in range(K // D * blocks):
+        o_d = i % blocks * BK + tl.arange(0, BK)
+        o_k, m_d = (i // blocks * D + o_d)[None, :], (o_d < D)[None, :]
+        last = i % blocks == blocks - 1 # of its group
+        b_x = tl.load(x + o_b[:, None] * K + o_k, mask=m_b & m_d, other=0.0)
+        if norm is not None:
+            b_f = b_x.to(tl.float32)
+            b_sq += tl.sum(b_f * b_f, 1)
+            b_f *= tl.load(norm + o_d, mask=o_d < D, other=0.0)[None, :]
+            if gate is not None:
+                b_z = tl.load(gate + o_b[:, None] * K + o_k, mask=m_b & m_d, other=0.0).to(tl.float32)
+                b_f *= b_z * tl.sigmoid(b_z)
+            b_x = b_f.to(b_x.dtype)
+        b_r = tl.rsqrt(b_sq / D + eps) if norm is not None else 1.0
+        b_w = tl.load(w + o_n[:, None] * K + o_k, mask=m_n & m_d, other=0)
+        # W x^T: (BN, BK) x (BK, BB)
+        part = tl.dot(b_w.to(b_x.dtype), tl.trans(b_x), part, input_precision="ieee")
+        b_y, part = tl.where(last, b_y + part * b_r, b_y), tl.where(last, 0.0, part)
+        if w2 is not None:
+            b_w2 = tl.load(w2 + o_n[:, None] * K + o_k, mask=m_n & m_d, other=0)
+            part2 = tl.dot(b_w2.to(b_x.dtype), tl.trans(b_x), part2, input_precision="ieee")
+            b_y2, part2 = tl.where(last, b_y2 + part2 * b_r, b_y2), tl.where(last, 0.0, part2)
+        b_sq = tl.where(last, 0.0, b_sq)
+    if scale is not None:
+        b_y *= tl.load(scale + o_n, mask=o_n < N, other=0.0)[:, None]
+    if scale2 is not None:
+        b_y2 *= tl.load(scale2 + o_n, mask=o_n < N, other=0.0)[:, None]
+    if w2 is not None:
+        b_y *= tl.sigmoid(b_y) * b_y2
+    out, mask = o_b[None, :] * N + o_n[:, None], (o_b < B)[None, :] & m_n
+    if residual is not None:
+        b_y += tl.load(residual + out, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + out, b_y.to(y.dtype.element_ty), mask=mask)
+
+@triton.jit
+def step_inputs_kernel(p, past, taps, low, bias, ab, A_log, dt_bias, q, k, v, g, beta, P, SIZE: tl.constexpr,
+                       UNIT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
+                       BD: tl.constexpr):
+    """A step's arguments from p (B, P): convolution, whose past moves on by a token, and gates. Grid (B, 3 H)."""
+    i_b, i_h, which = tl.program_id(0).to(tl.int64), tl.program_id(1) % H, tl.program_id(1) // H
+    width = tl.where(which == 2, V, K)
+    o = tl.arange(0, BD)
+    o_p, m = which * H * K + i_h * width + o, o < width # q of all heads, then k, then v
+    b = tl.load(p + i_b * P + o_p, mask=m, other=0.0).to(tl.float32)
+    if SIZE > 0:
+        D: tl.constexpr = H * (K + K + V)
+        b_y = b * tl.load(taps + o_p * SIZE + SIZE - 1, mask=m, other=0.0)
+        row = past + i_b * (SIZE - 1) * D + o_p
+        for s in tl.static_range(SIZE - 1): # from the oldest token on
+            b_s = tl.load(row + s * D, mask=m, other=0.0)
+            b_y += b_s * tl.load(taps + o_p * SIZE + s, mask=m, other=0.0)
+            if s > 0:
+                tl.store(row + (s - 1) * D, b_s, mask=m)
+        if SIZE > 1:
+            tl.store(row + (SIZE - 2) * D, b, mask=m)
+        b = b_y
+    if SIZE > 0 or UNIT: # Gated DeltaNet has the convolution's SiLU without it too
+        b *= tl.sigmoid(b)
+    i = i_b * H + i_h
+    if which == 2:
+        tl.store(v + i * V + o, b.to(v.dtype.element_ty), mask=m)
+    else:
+        if UNIT:
+            b *= tl.rsqrt(tl.sum(b * b, 0) + 1e-6)
+        if which == 0:
+            tl.store(q + i * K + o, b.to(q.dtype.element_ty), mask=m)
+        else:
+            tl.store(k + i * K + o, b.to(k.dtype.element_ty), mask=m)
+            if low is not None: # GLA: log sigmoid(z) / 16 per channel, z = low p_low + bias
+                o_r = tl.arange(0, RANK)
+                b_low = tl.load(p + i_b * P + H * (K + K + V) + o_r).to(tl.float32)
+                row = low + (i_h * K + o[:, None]) * RANK + o_r[None, :]
+                b_z = tl.sum(tl.load(row, mask=m[:, None], other=0.0).to(tl.float32) * b_low[None, :], 1)
+                b_z += tl.load(bias + i_h * K + o, mask=m, other=0.0).to(tl.float32)
+                b_g = (tl.minimum(b_z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(b_z)))) / 16
+                tl.store(g + i * K + o, b_g, mask=m)
+            else: # GDN: -e^{A_log} softplus(a + dt_bias) and sigmoid(b) per head
+                b_a = tl.load(ab + i_b * 2 * H + i_h).to(tl.float32) + tl.load(dt_bias + i_h)
+                b_b = tl.load(ab + i_b * 2 * H + H + i_h).to(tl.float32)
+                softplus = tl.maximum(b_a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_a)))
+                tl.store(g + i, -tl.exp(tl.load(A_log + i_h)) * softplus)
+                tl.store(beta + i, tl.sigmoid(b_b))
+
+def rms_norm(x, weight, eps, gate=None):
+    """x / rms(x) * weight, times silu(gate), as model.py's RMSNorm: x, gate (..., D), weight (D,) fp32. No gradient."""
+    x, gate, D = x.contiguous(), None if gate is None else gate.contiguous(), x.shape[-1]
+    y, N, BD = torch.empty_like(x), x.numel() // D, triton.next_power_of_2(D)
+    ROWS = max(1, 1024 // BD)
+    with torch.cuda.device_of(x):
+        rms_norm_kernel[(triton.cdiv(N, ROWS),)](x, weight, gate, y, eps, N, D, ROWS=ROWS, BD=BD, num_warps=4)
+    return y
+
+def linear_step(x, linear, norm=None, gate=None, pair=None, residual=None):
+    """
+    A product of (1): W n(x) + residual, or silu(W n(x)) (W2 n(x)) where `pair` has W2. x (B, K), bf16 or fp32. linear
+    and pair hold `weight` (N, K) in x's dtype, or `q` (N, K) int8 and `scale` (N,) fp32. norm holds `weight` (D,) fp32,
+    D a divisor of K, and `eps`; None: n(x) = x. gate (B, K): n(x) times silu(gate). residual (B, N). Returns (B, N) in
+    x's dtype. No gradient.
+    """
+    def matrix(m):
+        return (m.q, m.scale) if hasattr(m, "q") else (None if m is None else m.weight, None)
+    (B, K), (w, scale) = x.shape, matrix(linear)
+    N, D = len(w), K if norm is None else len(norm.weight)
+    assert w.shape[1] == K and K % D == 0, f"W has {w.shape[1]} columns and x {K}, in groups of {D}"
+    y, (BB, BN, BK) = x.new_empty(B, N), (16, 16, 256) if B <= 16 else (32, 32, 128)
+    with torch.cuda.device_of(x):
+        linear_step_kernel[triton.cdiv(N, BN), triton.cdiv(B, BB)](
+            x, w, scale, *matrix(pair), norm and norm.weight, gate, residual, y, norm.eps if norm else 0.0, B, N, K, D,
+            BB=BB, BN=BN, BK=min(BK, max(16, triton.next_power_of_2(D))), num_warps=4, num_stages=4)
+    return y
+
+def step_inputs(p, H, K, V, unit, conv=(None, None), low=(None, None), gates=(None, None, None)):
+    """
+    A step's arguments, contiguous, from a token's projections p (B, H (K + K + V) + rank): q, k (B, H, K), v (B, H, V)
+    in p's dtype, after the short convolution conv = (past (B, size - 1, H (K + K + V)), taps (H (K + K + V), size)) in
+    fp32, whose past is updated in place; with `unit` q and k of unit length, and SiLU without a convolution too. With
+    them in fp32: g (B, H, K) of GLA by low = (weight (H K, rank), bias (H K,)), or g, beta (B, H) of GDN by gates =
+    (ab (B, 2 H), A_log, dt_bias (H,)). No gradient.
+    """
+    (past, taps), B, rank = conv, len(p), 0 if low[0] is None else low[0].shape[1]
+    q, k, v = (p.new_empty(B, H, D) for D in (K, K, V))
+    g = [p.new_empty(size, dtype=torch.float32) for size in ([(B, H, K)] if rank else [(B, H), (B, H)])]
+    with torch.cuda.device_of(p):
+        step_inputs_kernel[(B, 3 * H)](
+            p, past, taps, *low, *gates, q, k, v, g[0], g[-1], p.shape[1], SIZE=0 if taps is None else taps.shape[1],
+            UNIT=unit, H=H, K=K, V=V, RANK=rank, BD=triton.next_power_of_2(max(K, V)), num_warps=4)
+    return q, k, v, *g

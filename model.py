@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
@@ -223,6 +224,8 @@ def heads(qkv, dims, conv, unit_length, segment_ids, state):
     else:
         if conv is not None:
             qkv = conv(qkv, segment_ids)
+        elif unit_length: # Gated DeltaNet has the convolution's SiLU without it too
+            qkv = F.silu(qkv)
         q, k, v = (x.unflatten(-1, (H, -1)) for x in qkv.split([H * K, H * K, H * V], -1))
         if unit_length:
             q, k = unit(q), unit(k)
@@ -260,8 +263,11 @@ class Attention(nn.Module):
         return {"length": 0, "k": empty[..., :K], "v": empty[..., :V]}
 
     def forward(self, x, segment_ids=None, state=None):
-        B, T, C = x.shape
-        q, k, v = heads(self.in_proj(x), self.dims, None, False, None, None)
+        return self.out_proj(self.attend(self.in_proj(x), state))
+
+    def attend(self, qkv, state=None):
+        """(B, T, H V) of queries, keys and values (B, T, H (K + K + V)), which continue `state` if there is one."""
+        T, (q, k, v) = qkv.shape[1], heads(qkv, self.dims, None, False, None, None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2) # (B, H, T, K), (B, H, T, K), (B, H, T, V)
         past = 0 if state is None else state["length"]
         q, k = rotate(q, past), rotate(k, past) # (B, H, T, K)
@@ -271,27 +277,46 @@ class Attention(nn.Module):
         if past == 0 or T == 1: # T == 1: the newest query sees every key
             o = F.scaled_dot_product_attention(q, k, v, is_causal=past == 0)
         else:
-            mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.out_proj(o.transpose(1, 2).flatten(2))
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(T, past + T))
+        return o.transpose(1, 2).flatten(2)
+
+    def fixed_state(self, batch, room, dtype, device):
+        """A state for `step`: memory for `room` tokens that stays where it is, the length known to the device alone."""
+        H, K, V = self.dims
+        k, v = (torch.zeros(batch, H, room, D, dtype=dtype, device=device) for D in (K, V))
+        return {"length": torch.zeros(1, dtype=torch.int64, device=device), "k": k, "v": v}
+
+    def step(self, qkv, state, table):
+        """(B, H V) of one more token's queries, keys and values (B, H (K + K + V)); table: its rotary_table."""
+        (H, K, V), n = self.dims, state["length"]
+        q, k, v = (x.unflatten(-1, (H, -1))[:, :, None] for x in qkv.split([H * K, H * K, H * V], -1)) # (B, H, 1, ·)
+        state["k"].index_copy_(2, n, turn(k, table))
+        state["v"].index_copy_(2, n, v)
+        seen = torch.arange(state["k"].shape[2], device=n.device) <= n
+        o = F.scaled_dot_product_attention(turn(q, table), state["k"], state["v"], attn_mask=seen[None])
+        n += 1
+        return o.flatten(1)
 
 def rotate(x, past):
     """Rotary positions past, past + 1, ... of x (B, H, T, K): channels i, i + K/2 turn by 10,000^(-2i/K) a token."""
-    cos, sin = rotary_table(past, x.shape[2], x.shape[3], x.device)
+    return turn(x, rotary_table(torch.arange(past, past + x.shape[2], device=x.device), x.shape[3]))
+
+def turn(x, table):
+    cos, sin = table
     a, b = x.float().unflatten(-1, (2, -1)).unbind(-2)
     return torch.stack([a * cos - b * sin, b * cos + a * sin], -2).flatten(-2).to(x.dtype)
 
 # an operator of its own, which Inductor cannot look into: it would compute the sines anew for every element of q and k
 @torch.library.custom_op("model::rotary_table", mutates_args=())
-def rotary_table(past: int, T: int, K: int, device: torch.device) -> torch.Tensor:
-    """cos and sin (2, T, K/2), fp32, of the angles of positions past to past + T - 1."""
-    frequency = 10_000 ** (-torch.arange(0, K, 2, device=device) / K)
-    angle = torch.outer(torch.arange(past, past + T, device=device), frequency)
+def rotary_table(positions: torch.Tensor, K: int) -> torch.Tensor:
+    """cos and sin (2, T, K/2), fp32, of the angles of positions (T,)."""
+    frequency = 10_000 ** (-torch.arange(0, K, 2, device=positions.device) / K)
+    angle = torch.outer(positions, frequency)
     return torch.stack([angle.cos(), angle.sin()])
 
 @rotary_table.register_fake
-def _(past, T, K, device):
-    return torch.empty(2, T, K // 2, device=device)
+def _(positions, K):
+    return torch.empty(2, len(positions), K // 2, device=positions.device)
 
 def cached(state, name, x):
     """All of the sequence's keys (or values) so far; the buffer doubles as it fills, so a token costs O(1) copies."""
@@ -351,7 +376,7 @@ class LM(nn.Module):
 
     def init_state(self, batch):
         """The state before the first token, for forward(state=...): a list with one dict a layer, updated in place."""
-        return [block.mixer.init_state(batch, self.embed.weight.device) for block in self.blocks]
+        return [block.mixer.init_state(batch, self.norm.weight.device) for block in self.blocks]
 
     def hidden(self, idx, segment_ids=None, state=None):
         """What the output head reads, (B, T, C), normalised. Arguments as in forward."""
@@ -379,6 +404,34 @@ class LM(nn.Module):
             return logits, None
         return None, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
+    def step(self, token, state):
+        """
+        Logits (B, vocab_size) after one more token (B,) of each sequence, on a GPU and without gradients: forward in
+        seven launches a layer with gla, eight with gdn (kernels.py, "one token through a block"). Attention takes the
+        state of Attention.fixed_state.
+        """
+        from kernels import gated_delta_rule_step, gla_step, linear_step, step_inputs
+        x = self.embed(token) # (B, C)
+        table = rotary_table(state[0]["length"], self.cfg.d_key) if self.cfg.mixer == "attention" else None
+        for block, past in zip(self.blocks, state):
+            mixer, mlp, norm = block.mixer, block.mlp, block.mixer_norm
+            p = linear_step(x, mixer.in_proj, norm)
+            conv = (past["conv"], mixer.conv.weight) if "conv" in past else (None, None)
+            if self.cfg.mixer == "attention":
+                x = linear_step(mixer.step(p, past, table), mixer.out_proj, residual=x)
+            elif self.cfg.mixer == "gla":
+                low = mixer.decay_proj.weight, mixer.decay_proj.bias
+                o = gla_step(*step_inputs(p, *mixer.dims, False, conv, low=low), past["S"])
+            else:
+                gates = linear_step(x, mixer.ab_proj, norm), mixer.A_log, mixer.dt_bias
+                o = gated_delta_rule_step(*step_inputs(p, *mixer.dims, True, conv, gates=gates), past["S"])
+            if self.cfg.mixer != "attention":
+                gate = linear_step(x, mixer.gate_proj, norm)
+                x = linear_step(o.flatten(1), mixer.out_proj, mixer.norm, gate, residual=x)
+            h = linear_step(x, mlp.gate_proj, block.mlp_norm, pair=mlp.value_proj)
+            x = linear_step(h, mlp.out_proj, residual=x)
+        return linear_step(x, self.embed, self.norm)
+
     def num_params(self):
         """Embeddings counted once: the output head is tied to them."""
         return sum(p.numel() for p in self.parameters())
@@ -404,7 +457,10 @@ class LM(nn.Module):
 
 @torch.no_grad()
 def init_weights(module):
-    """Every parameter's first value, in fp32 whatever the default dtype; norm weights are made as ones."""
+    """
+    Every parameter's first value, in fp32 whatever the default dtype; norm weights are made as ones. As in FLA's models,
+    but for convolutions (normal, std 0.02, there: values so small that the norm's eps counts) and exp(A_log) (0 to 16).
+    """
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
         if getattr(module, "bias", None) is not None:

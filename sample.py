@@ -5,8 +5,10 @@ recurrent state, whose size does not depend on how much it has read.
     python sample.py                                                    # the newest checkpoint under out/
     python sample.py --out_dir=out/gla_340m --prompt="The sea" --num_samples=3
     python sample.py --prompt=@story.txt --temperature=0                # the prompt from a file; the likeliest token each time
+    python sample.py --prompt="The sea" --num_samples=64 --int8=True    # 64 continuations at once, weights in 8 bits
 
-The text goes to stdout as it is drawn, speeds to stderr. Ctrl-C ends it.
+Samples of one prompt are drawn together, up to 64 at a time: the first is shown as it is drawn, the others when all
+have ended. Several prompts are several runs. The text goes to stdout, speeds to stderr. Ctrl-C ends it.
 """
 import os
 import signal
@@ -18,6 +20,7 @@ if __name__ == "__main__":
 
 import codecs
 import glob
+import math
 import re
 import time
 from dataclasses import dataclass, fields
@@ -27,7 +30,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import config
-from model import LM, ModelConfig
+from model import LM, ModelConfig, RMSNorm
 from prepare import load_tokenizer
 from train import checkpoints, load_checkpoint
 
@@ -40,9 +43,13 @@ class SampleConfig:
     temperature: float = 0.8 # 0: always the likeliest token
     top_k: int = 200 # draw from the k likeliest tokens, 0: from all
     top_p: float = 1.0 # draw from the likeliest tokens that make up this share of the probability
-    seed: int = 1337
+    seed: int = 1337 # the same samples on the same device, if num_samples is the same
+    int8: bool = False # weights in 8 bits: half the memory of bf16, less to read per token
 
-PIECE = 4096 # tokens of a prompt read at once, a multiple of the chunk of 64: the pieces then give the state of one pass
+# tokens of a prompt read at once, multiples of the chunk of 64: the pieces then give the state of one pass. On a GPU as
+# many as hide the launches: about 1 GB for a 340M model
+PIECE = {"cpu": 4096, "cuda": 32_768}
+BATCH = 64 # samples drawn at once
 
 # ----------------------------------------------------------------------------------------------------------------------
 # checkpoint and prompt
@@ -52,22 +59,57 @@ def newest_out_dir():
     paths = [path for folder in glob.glob("out/**/", recursive=True) for path in checkpoints(folder)]
     return os.path.dirname(max(paths, key=os.path.getmtime)) if paths else "out"
 
-def load_model(checkpoint, path, device):
-    """The checkpoint's model; on a GPU the matrices are bf16, and A_log, dt_bias, norms and convolutions stay fp32."""
+def load_model(checkpoint, path, device, int8):
     try:
         model = LM(ModelConfig(**{f.name: checkpoint["config"][f.name] for f in fields(ModelConfig)}))
         model.load_state_dict(checkpoint["model"])
     except (KeyError, RuntimeError) as error:
         sys.exit(f"{path} does not fit this model.py: {str(error).splitlines()[0]}")
-    return for_inference(model, device)
+    return for_inference(model, device, int8)
 
-def for_inference(model, device):
+class Int8(nn.Module):
+    """A linear layer or an embedding whose matrix is kept as int8 with a scale per row; `weight` makes it anew."""
+    def __init__(self, module, dtype):
+        super().__init__()
+        self.dtype, self.lookup = dtype, isinstance(module, nn.Embedding)
+        scale = module.weight.abs().amax(1).clamp(min=1e-30) / 127
+        self.register_buffer("scale", scale) # fp32
+        self.register_buffer("q", (module.weight / scale[:, None]).round().to(torch.int8))
+
+    @property
+    def weight(self):
+        return (self.q * self.scale[:, None]).to(self.dtype)
+
+    def forward(self, x):
+        if self.lookup:
+            return (self.q[x] * self.scale[x][..., None]).to(self.dtype)
+        return F.linear(x, self.weight)
+
+class FusedRMSNorm(RMSNorm):
+    def forward(self, x, gate=None):
+        import kernels
+        return kernels.rms_norm(x, self.weight, self.eps, gate)
+
+def for_inference(model, device, int8=False):
+    """
+    The model on its device; on a GPU its matrices are bf16. With int8 they are in 8 bits, but for decay_proj and
+    ab_proj, 0.1% of them: errors of the decay compound. A_log, dt_bias, norms and convolutions stay fp32.
+    """
     model.to(device).eval().requires_grad_(False)
-    if device == "cuda":
-        for module in model.modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                module.bfloat16()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    for name, module in list(model.named_modules()):
+        if isinstance(module, RMSNorm) and device == "cuda":
+            module.__class__ = FusedRMSNorm
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            if int8 and not name.endswith(("decay_proj", "ab_proj")):
+                parent, _, name = name.rpartition(".")
+                setattr(model.get_submodule(parent), name, Int8(module, dtype))
+            else:
+                module.to(dtype)
     return model
+
+def weight_bytes(model):
+    return sum(x.numel() * x.element_size() for x in model.state_dict().values())
 
 def read_prompt(prompt):
     text = prompt
@@ -87,10 +129,10 @@ def read_prompt(prompt):
 # from tokens to tokens
 
 @torch.no_grad()
-def prefill(model, tokens, piece=PIECE):
+def prefill(model, tokens, piece=None):
     """Reads tokens (B, T), any T >= 1. Returns the state after them and the logits (B, vocab_size) of the next token."""
     state = model.init_state(len(tokens))
-    for part in tokens.split(piece, 1):
+    for part in tokens.split(piece or PIECE[tokens.device.type], 1):
         x = model.hidden(part, state=state)
     return state, F.linear(x[:, -1], model.embed.weight)
 
@@ -101,23 +143,27 @@ def choose(logits, temperature, top_k, top_p):
     """
     if temperature < 1e-6: # so cold that only the largest is left
         return logits.argmax(-1, keepdim=True)
+    logits, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1])) # falling
     p = (logits.float() / temperature).softmax(-1)
-    p, ids = p.topk(min(top_k or p.shape[-1], p.shape[-1])) # falling
-    p = p * (p.cumsum(-1) - p < top_p * p.sum(-1, keepdim=True)) # what comes before a token holds less than top_p
+    p = p * (p.cumsum(-1) - p < top_p) # what comes before a token holds less than top_p
     # argmax p/e with e exponentially distributed draws from p, and needs no word from the host
     e = torch.empty_like(p).exponential_().clamp_(min=1e-30)
     return ids.gather(-1, (p / e).argmax(-1, keepdim=True))
 
 class Decoder:
     """
-    B sequences, a token at a time: `token` (B, 1) holds their newest tokens, `state` all that came before, and step() puts
-    the next ones into `token`. On a GPU the step of a recurrent model, drawing included, is one CUDA graph.
+    B sequences, a token at a time: `token` (B, 1) holds their newest tokens, `state` all that came before, and step()
+    puts the next ones into `token`. On a GPU a step, drawing included, is one CUDA graph, whose addresses are fixed:
+    attention keeps memory for `room` tokens, prompt included, and looks at all of it.
     """
-    def __init__(self, model, batch, n_vocab, temperature, top_k, top_p):
+    def __init__(self, model, batch, n_vocab, temperature, top_k, top_p, room):
         self.model, self.n_vocab, self.how = model, n_vocab, (temperature, top_k, top_p)
-        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=model.embed.weight.device)
+        self.token = torch.zeros(batch, 1, dtype=torch.int64, device=model.norm.weight.device)
         self.state, self.graph = model.init_state(batch), None
-        if self.token.is_cuda and model.cfg.mixer != "attention": # its cache grows, and a graph has fixed addresses
+        if self.token.is_cuda:
+            if model.cfg.mixer == "attention":
+                room = max(16, -room // 16 * -16) # SDPA copies masks of other sizes
+                self.state = [block.mixer.fixed_state(batch, room, torch.bfloat16, "cuda") for block in model.blocks]
             torch.cuda.synchronize()
             with torch.cuda.stream(torch.cuda.Stream()): # a graph must not be the first to run a kernel
                 for _ in range(3):
@@ -129,34 +175,44 @@ class Decoder:
 
     @torch.no_grad()
     def forward(self):
-        self.draw(self.model(self.token, state=self.state)[0][:, -1])
+        if self.token.is_cuda:
+            self.draw(self.model.step(self.token[:, 0], self.state))
+        else:
+            self.draw(self.model(self.token, state=self.state)[0][:, -1])
 
     def draw(self, logits):
         self.token.copy_(choose(logits[:, :self.n_vocab], *self.how)) # rows beyond n_vocab only pad the embedding
 
     def start(self, state, logits):
-        """Go on from prefill's results, which stay as they are; draws the first token."""
+        """Each row goes on from prefill's results, of as many rows or of one, which stay as they are; draws a token."""
+        batch = len(self.token)
         for mine, given in zip(self.state, state):
             for name, x in given.items():
-                if self.graph is not None:
-                    mine[name].copy_(x)
+                if self.graph is None:
+                    mine[name] = x.expand(batch, *x.shape[1:]).clone() if torch.is_tensor(x) else x
+                elif name == "length":
+                    mine[name].fill_(x)
+                elif name in ("k", "v"):
+                    mine[name][:, :, :given["length"]] = x[:, :, :given["length"]]
                 else:
-                    mine[name] = x.clone() if torch.is_tensor(x) else x
-        self.draw(logits)
+                    mine[name].copy_(x)
+        self.draw(logits.expand(batch, -1))
 
     def step(self):
         self.forward() if self.graph is None else self.graph.replay()
 
 def generate(decoder, state, logits, max_new_tokens, eot):
-    """Yields the tokens that follow a prefill, until eot."""
+    """Yields the tokens that follow a prefill, a list of one a row: None in a row that has met eot, until all have."""
     decoder.start(state, logits)
+    ended = set()
     for i in range(max_new_tokens):
         if i > 0:
             decoder.step()
-        token = decoder.token.item()
-        if token == eot:
+        tokens = decoder.token[:, 0].tolist()
+        ended |= {row for row, token in enumerate(tokens) if token == eot}
+        if len(ended) == len(tokens):
             return
-        yield token
+        yield [None if row in ended else token for row, token in enumerate(tokens)]
 
 def state_bytes(state):
     return sum(x.numel() * x.element_size() for layer in state for x in layer.values() if torch.is_tensor(x))
@@ -187,9 +243,11 @@ def main():
     if checkpoint is None:
         sys.exit(f"{out_dir}/ holds no checkpoint (ckpt_*.pt): train one first, python train.py config/tiny.py")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(checkpoint, path, device), load_tokenizer(checkpoint["tokenizer"])
+    model, tokenizer = load_model(checkpoint, path, device, cfg.int8), load_tokenizer(checkpoint["tokenizer"])
     tokens = [tokenizer.eot_token, *tokenizer.encode_ordinary(text)] # every document of the training data starts with eot
-    say(f"{path}: {model.cfg.mixer}, {model.num_params():,} parameters, on {device}")
+    n_params = sum(x.numel() for x in checkpoint["model"].values())
+    size = f"{n_params:,} parameters in {weight_bytes(model) / 1e6:,.1f} MB"
+    say(f"{path}: {model.cfg.mixer}, {size}, on {device}")
 
     start = time.perf_counter()
     state, logits = prefill(model, torch.tensor([tokens], device=device))
@@ -197,23 +255,31 @@ def main():
     speed = len(tokens) / (time.perf_counter() - start)
     say(f"prompt: {len(tokens):,} tokens read at {speed:,.0f} tok/s")
 
-    decoder = Decoder(model, 1, tokenizer.n_vocab, cfg.temperature, cfg.top_k, cfg.top_p)
+    batch = math.ceil(cfg.num_samples / math.ceil(cfg.num_samples / BATCH))
+    how = cfg.temperature, cfg.top_k, cfg.top_p
+    decoder = Decoder(model, batch, tokenizer.n_vocab, *how, room=len(tokens) + cfg.max_new_tokens)
     torch.manual_seed(cfg.seed)
     sys.stdout.reconfigure(errors="replace") # for a terminal that lacks a character
-    count, start = 0, time.perf_counter()
+    shown, drawn, start = "" if cfg.prompt.startswith("@") else text, 0, time.perf_counter()
     try:
-        for n in range(cfg.num_samples):
-            if n > 0:
-                print("-" * 80)
-            print("" if cfg.prompt.startswith("@") else text, end="", flush=True)
+        for first in range(0, cfg.num_samples, batch):
+            print(("-" * 80 + "\n" if first > 0 else "") + shown, end="", flush=True)
             utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace") # a character may span several tokens
-            for token in generate(decoder, state, logits, cfg.max_new_tokens, tokenizer.eot_token):
-                count += 1
-                print(utf8.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
+            texts = [b""] * min(batch, cfg.num_samples - first)
+            for row_tokens in generate(decoder, state, logits, cfg.max_new_tokens, tokenizer.eot_token):
+                for row, token in enumerate(row_tokens[:len(texts)]):
+                    if token is not None:
+                        drawn += 1
+                        piece = tokenizer.decode_single_token_bytes(token)
+                        texts[row] += piece
+                        if row == 0: # shown as it comes
+                            print(utf8.decode(piece), end="", flush=True)
             print(utf8.decode(b"", final=True), flush=True)
+            for other in texts[1:]:
+                print("-" * 80 + "\n" + shown + other.decode(errors="replace"), flush=True)
     finally: # also after Ctrl-C
-        speed, size = count / (time.perf_counter() - start), state_bytes(decoder.state)
-        say(f"\nsamples: {count:,} tokens drawn at {speed:,.0f} tok/s, state {size / 1e6:,.3f} MB")
+        speed, size = drawn / (time.perf_counter() - start), state_bytes(decoder.state) / batch
+        say(f"\nsamples: {drawn:,} tokens drawn at {speed:,.0f} tok/s, state {size / 1e6:,.3f} MB a sample")
 
 if __name__ == "__main__":
     main()

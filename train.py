@@ -34,12 +34,13 @@ import uuid
 import zipfile
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -158,16 +159,19 @@ def open_data(cfg):
     if meta["vocab_size"] > cfg.vocab_size:
         sys.exit(f"{cfg.data_dir} has ids up to {meta['vocab_size'] - 1} ({meta['tokenizer']}), the model vocab_size="
                  f"{cfg.vocab_size}: set vocab_size to {-meta['vocab_size'] // 128 * -128}")
-    splits = {}
-    for name in ("train", "val"):
-        shards = sorted(file for file in meta["shards"] if file.startswith(name))
-        rows = [max(0, meta["shards"][file]["tokens"] - 1) // cfg.seq_len for file in shards]
-        if sum(rows) == 0:
+    splits = {name: open_split(cfg, meta, name) for name in ("train", "val")}
+    for name, split in splits.items():
+        if split.first[-1] == 0:
             sys.exit(f"{cfg.data_dir} has no {name} row of seq_len + 1 = {cfg.seq_len + 1} tokens: lower seq_len or "
                      "prepare more")
-        paths = [os.path.join(cfg.data_dir, file) for file in shards]
-        splits[name] = Split(paths, [sum(rows[:i]) for i in range(len(rows) + 1)], meta["eot"])
     return meta, splits
+
+def open_split(cfg, meta, name):
+    """The Split of the train or val shards in rows of cfg.seq_len, which may be none."""
+    shards = sorted(file for file in meta["shards"] if file.startswith(name))
+    rows = [max(0, meta["shards"][file]["tokens"] - 1) // cfg.seq_len for file in shards]
+    paths = [os.path.join(cfg.data_dir, file) for file in shards]
+    return Split(paths, [sum(rows[:i]) for i in range(len(rows) + 1)], meta["eot"])
 
 def verify_shards(folder, shards, threads):
     """Exits naming the first of `shards`, items of meta.json's, that is not the file prepare.py wrote."""
@@ -286,7 +290,7 @@ def save_checkpoint(out_dir, keep, checkpoint):
             os.remove(old)
 
 def open_log(out_dir, header, step):
-    """log.jsonl with a new first line and the records up to `step`, open for more; and the last such record or {}."""
+    """log.jsonl with a new first line and the records up to `step`, open for more; and the last of a step, or {}."""
     path, records = os.path.join(out_dir, "log.jsonl"), []
     if step and os.path.exists(path):
         with open(path) as f:
@@ -297,7 +301,15 @@ def open_log(out_dir, header, step):
     with open(path + ".tmp", "w") as f:
         f.writelines(json.dumps(r) + "\n" for r in [header, *records])
     os.replace(path + ".tmp", path)
-    return open(path, "a"), records[-1] if records else {}
+    return open(path, "a"), next((r for r in reversed(records) if "skipped" in r), {}) # not one of eval_only
+
+def finite(x):
+    """x with null for NaN and infinity, which JSON cannot say."""
+    if isinstance(x, dict):
+        return {k: finite(v) for k, v in x.items()}
+    if isinstance(x, list):
+        return [finite(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 def check_resume(cfg, saved, path):
     """Exits where the checkpoint's model is not the config's; returns the other settings that changed, in words."""
@@ -344,6 +356,42 @@ def evaluate(cfg, model, split, rank, world, device):
     if world > 1:
         dist.all_reduce(total)
     return total.item() / count
+
+POSITIONS = [128 << i for i in range(8)] # ends of the buckets, up to 16,384
+
+@torch.no_grad()
+def loss_by_position(cfg, model, meta, rank, world, device):
+    """
+    [end, mean loss, tokens] of each bucket of positions that eval_tokens of the validation set reach, in rows of up to
+    16,384 tokens whatever the training length. With reset_at_eot the position counts from the document's start, which
+    must lie in the row, and only documents longer than the bucket enter it, so that a bucket's mean is over whole
+    documents; else it counts from the row's start.
+    """
+    lengths = [n for n in POSITIONS if open_split(replace(cfg, seq_len=n), meta, "val").first[-1]]
+    if not lengths:
+        return []
+    cfg = replace(cfg, seq_len=lengths[-1])
+    T, split = cfg.seq_len, open_split(cfg, meta, "val")
+    n = split.first[-1]
+    count = min(n, max(1, cfg.eval_tokens // T))
+    ends, place = torch.tensor(lengths, device=device), torch.arange(T, device=device)
+    sums = torch.zeros(len(lengths), 2, dtype=torch.float64, device=device) # loss, tokens
+    for i in range(rank, count, world):
+        idx, targets, ids = to_device(get_batch(cfg, split, [i * n // count], T), device)
+        with autocast(device):
+            x = model.hidden(idx, ids)[0]
+            loss = torch.cat([F.cross_entropy(F.linear(part, model.embed.weight).float(), target, reduction="none")
+                              for part, target in zip(x.split(1024), targets[0].split(1024))])
+        position, length = place, T # of each token, and of what it counts from
+        if ids is not None:
+            position = place - torch.where(idx[0] == split.eot, place, 0).cummax(0)[0]
+            length = torch.where(ids[0] > 0, ids[0].bincount()[ids[0]], 0) # 0: its document began before the row
+        bucket = torch.bucketize(position, ends, right=True)
+        counts = (bucket == torch.arange(len(ends), device=device)[:, None]) & (length >= ends[bucket])
+        sums += counts.double() @ torch.stack([loss, torch.ones_like(loss)], 1).double()
+    if world > 1:
+        dist.all_reduce(sums)
+    return [[end, loss / tokens, int(tokens)] for end, (loss, tokens) in zip(lengths, sums.tolist()) if tokens]
 
 if __name__ == "__main__":
     # ------------------------------------------------------------------------------------------------------------------
@@ -461,7 +509,17 @@ if __name__ == "__main__":
         return {"val_loss": loss, "val_ppl": float(np.exp(loss)), "val_bpb": bpb}
 
     if cfg.eval_only:
-        say(", ".join(f"{k} {v:.4f}" for k, v in validation().items()))
+        record = {"step": start, "tokens": start * cfg.batch_tokens, **validation()}
+        say(", ".join(f"{k} {v:.4f}" for k, v in record.items() if k.startswith("val_")))
+        record["val_loss_by_position"] = by_position = loss_by_position(cfg, raw, meta, rank, world, device)
+        for first, (end, loss, tokens) in zip([0, *(end for end, *_ in by_position)], by_position):
+            say(f"position {first:,} to {end:,} in the {'document' if cfg.reset_at_eot else 'row'}: loss {loss:.4f}, "
+                f"of {tokens:,} tokens")
+        if rank == 0:
+            with open(os.path.join(cfg.out_dir, "log.jsonl"), "a") as log:
+                print(json.dumps(finite(record)), file=log)
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.exit(0)
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -559,7 +617,7 @@ if __name__ == "__main__":
             (f" | val loss {record['val_loss']:.4f}, bits a byte {record['val_bpb']:.4f}" if evaluating else "") +
             f" | {timedelta(seconds=int(seconds * (end - done)))} left")
         if rank == 0:
-            record = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+            record = finite(record)
             print(json.dumps(record), file=log, flush=True)
             if cfg.wandb:
                 wandb.log(record)
