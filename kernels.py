@@ -606,147 +606,50 @@ def gla_step(q, k, v, g, state, scale=None):
 # S_t = e^{g_t} S_{t-1} + beta_t k_t u_t^T,  u_t = v_t - e^{g_t} S_{t-1}^T k_t,  o_t = s S_t^T q_t  (1)
 # S is (K, V); g <= 0 and beta are one number per token and head, s the scale, k of unit norm.
 #
-# Split T into chunks of BT. Inside one, G_i = g_1 + ... + g_i, D_ij = e^{G_i - G_j} for j <= i and 0 above the
-# diagonal, e_i = e^{G_i}, r_i = e^{G_last - G_i}, d = e^{G_last}; S is the state on entry, U the rows beta_i u_i. With
-#   N = (I + strict_lower(beta_i k_i k_j))^{-1}     without gates: (I + D * M)^{-1} = D * (I + M)^{-1}  (2)
-#   A_ij = D_ij N_ij beta_j,   X = A^T (r * k),   Y = P A,   P = s D * (q k^T)  (3)
+# Split T into chunks of BT. Inside one, G_i = g_1 + ... + g_i, D_ij = beta_j e^{G_i - G_j} for j <= i and 0 above the
+# diagonal, e_i = e^{G_i}, r_i = beta_i e^{G_last - G_i}, d = e^{G_last}; S is the state on entry, u the rows u_i. With
+#   N = (I + strict_lower(beta_i k_i k_j))^{-1}     without gates, which only scale it by e^{G_i - G_j}  (2)
+#   A_ij = D_ij N_ij / beta_i,   X = A^T (r * k),   Y = P A,   P = s D * (q k^T)  (3)
 # a chunk is, W being v less what the state on entry already answers to k,
-#   W = v - e * (k S),   o = s e * (q S) + Y W,   S' = d S + X^T W,   U = A W  (4)
+#   W = v - e * (k S),   o = s e * (q S) + Y W,   S' = d S + X^T W,   u = A W  (4)
 # and backward, with dS' the gradient of the state that leaves it,
 #   dv = Y^T do + X dS',   dS = d dS' + q^T (s e * do) - k^T (e * dv)  (5)
-#   dP = s D * (do U^T),   Z = dv U^T,   dkk = -strict_lower(D * Z),   dbeta_i = Z_ii / beta_i^2  (6)
-#   dq = s e * (do S^T) + dP k  (7)
-#   dk = -e * (dv S^T) + r * (U dS'^T) + dP^T q + (dkk + dkk^T) k  (8)
+#   dP = s D * (do u^T),   Z = dv u^T,   dkk = -strict_lower(D * Z),   dbeta_i = Z_ii / beta_i  (6)
+#   (do, dv, dS') u^T = ((do, dv, dS') W^T) A^T  (7)
+#   dq = s e * (do S^T) + dP k  (8)
+#   dk = -e * (dv S^T) + r * (u dS'^T) + dP^T q + (dkk + dkk^T) k  (9)
 #   a_i = q_i (s e * do S^T)_i - k_i (e * dv S^T)_i + row_i(H) - column_i(H),   H = dP * (q k^T) + dkk * (k k^T)
-#   b_j = k_j (r * U dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>  (9)
+#   b_j = k_j (r * u dS'^T)_j,     dg_t = sum_{i >= t} a_i + sum_{j < t} b_j + d <S, dS'>  (10)
+# (6) follows from u_i = W_i - sum_{j < i} D_ij k_i k_j u_j.
+#
 # X and Y are made in fp32 and rounded once: where keys are alike, A takes neighbours from each other, and S' or o from
-# a rounded A and U would have eight times (the root of BT) the error. dg is summed inside the chunk only: one sum over
-# the sequence costs ten times the error. Backward needs no v, as (I + M) U = beta (v - e * (k S)). beta is taken as
-# max(beta, 1e-14): the function changes by no more than that, U and dv keep their relative accuracy, and dbeta is right
-# at 0. No exponent is positive, so nothing overflows. A segment's first token takes the log2 gate RESET, whose exp2 is
-# 0 in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0, and only the first
-# kernel knows of segments. d is e of the last row.
+# a rounded A and u would have eight times (the root of BT) the error. For the same reason backward never rounds u: it
+# makes W again, as forward had it, and multiplies sums over V by an A of two terms. dg is summed inside the chunk only:
+# one sum over the sequence costs ten times the error. beta is taken as max(beta, 1e-14): the function changes by no
+# more than that, u and dv keep their relative accuracy, and dbeta is right at 0. A has 1 on the diagonal; left of it
+# beta_j, a decay and a product of k_i, k_j and contractions between them, no larger than 1: fp16 holds it to 2^-11.
+# No exponent is positive but that of a beta above 1, so nothing overflows. A segment's first token takes the log2 gate
+# RESET, whose exp2 is 0 in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0,
+# and only the first kernel knows of segments. d is e of the last row.
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
 #   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units
-#   A, X^T   A (B, H, NT, BT, BT), X (.., K, BT)  q's       gdn_solve         X
-#   Y        Y (B, H, NT, BT, BT)                 q's       gdn_solve         yes
-#   U        U (B, H, NT, BT, V)                  q's       gdn_fwd           yes
+#   A        A (B, H, NT, BT, BT)                 fp16*     gdn_solve         yes      * fp32 with an fp32 q
+#   X^T, Y   X (B, H, NT, K, BT), Y (.., BT, BT)  q's       gdn_solve         yes
 #   S^T      h (B, H, NT, V, K), entering state   q's       gdn_fwd           yes
 #   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
 # The sweeps hold the state transposed, (BV, K): the first operand of every product, straight from the accumulator.
-# FLOPs per token and head: forward 6 K V + 4 BT V and the solve, backward 12 K V + 6 BT V + 10 BT K.
+# FLOPs per token and head: forward 6 K V + 2 BT V and the solve, backward 16 K V + 6 BT V + 20 BT K + 12 BT^2.
 
 RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in a chunk still leave 2^-11 of resolution
-MIN_BETA = tl.constexpr(1e-14) # its square, which divides dbeta, is still far from the end of fp32
-# rows of `gates`: G, e, r, and the same for what a token writes, which is nothing where beta is 0
-GATES, G, E, R, GW, EW, RW = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5))
+MIN_BETA = tl.constexpr(1e-14)
+# rows of `gates`: G, e, and for what a token writes, nothing where beta is 0, G - log2(beta), e and r
+GATES, G, E, GW, EW, RW = map(tl.constexpr, (5, 0, 1, 2, 3, 4))
 
-# launch settings: 168 registers let three blocks of the solve share an SM, which hides its chain of small products
+# launch settings: 168 registers let three blocks of the solve share an SM, which hides its chain of products
 SOLVE = dict(num_warps=4, maxnreg=168)
 
 # forward
-
-@triton.jit
-def gdn_key_products(k, beta, T, t, HI: tl.constexpr, LO: tl.constexpr, STEP: tl.constexpr, NB: tl.constexpr,
-                     BS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, PREC: tl.constexpr):
-    """beta_i k_i k_j, (NB, BS, BS): rows t + n STEP + HI + [0, BS) and columns t + n STEP + LO + [0, BS) in block n."""
-    o_i = t + tl.arange(0, NB)[:, None] * STEP + HI + tl.arange(0, BS)[None, :]
-    o_j = o_i + (LO - HI)
-    o_k = tl.arange(0, K)[None, None, :]
-    b_ki = tl.load(k + o_i[:, :, None] * (H * K) + o_k, mask=(o_i < T)[:, :, None], other=0.0)
-    b_kj = tl.load(k + o_j[:, :, None] * (H * K) + o_k, mask=(o_j < T)[:, :, None], other=0.0)
-    b_beta = tl.load(beta + o_i * H, mask=o_i < T, other=0.0).to(tl.float32)
-    # NB x (BS, K) x (K, BS)
-    return tl.maximum(b_beta, MIN_BETA)[:, :, None] * tl.dot(b_ki, tl.permute(b_kj, (0, 2, 1)), input_precision=PREC)
-
-@triton.jit
-def gdn_merge(X, M, NB: tl.constexpr, BS: tl.constexpr, PREC: tl.constexpr):
-    """From inverses X (2 NB, BS, BS) and the blocks M (NB, BS, BS) below each pair: (NB, 2 BS, 2 BS) inverses."""
-    X = tl.permute(tl.reshape(X, (NB, 2, BS, BS)), (0, 2, 3, 1))
-    b_hi, b_lo = tl.split(X)
-    # [[hi, 0], [-lo M hi, lo]]: NB x (BS, BS) x (BS, BS), twice
-    b_y = tl.dot(tl.dot(b_lo, M, input_precision=PREC), b_hi, input_precision=PREC)
-    X = tl.join(tl.join(b_hi, -b_y), tl.join(tl.zeros_like(b_y), b_lo)) # (NB, BS, BS, half of rows, half of columns)
-    return tl.reshape(tl.permute(X, (0, 3, 1, 4, 2)), (NB, 2 * BS, 2 * BS))
-
-@triton.jit
-def gdn_dot_split(a, b, DTYPE: tl.constexpr, PREC: tl.constexpr):
-    """a b in fp32, for sums that cancel: what is not of type DTYPE is taken as the sum of two numbers that are."""
-    if DTYPE == tl.float32:
-        return tl.dot(a, b, input_precision=PREC)
-    b_hi = b.to(DTYPE)
-    a_hi = a.to(DTYPE)
-    b_c = tl.dot(a_hi, (b - b_hi.to(tl.float32)).to(DTYPE))
-    if a.dtype == tl.float32:
-        b_c = tl.dot((a - a_hi.to(tl.float32)).to(DTYPE), b_hi, b_c)
-    return tl.dot(a_hi, b_hi, b_c)
-
-@triton.jit
-def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
-                     BT: tl.constexpr, PREC: tl.constexpr):
-    """Eqs. (2, 3): A, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
-    i = tl.program_id(0).to(tl.int64)
-    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
-    n = (i_b * H + i_h) * NT + i_t
-    t = i_t * BT
-    g += i_b * T * H + i_h
-    beta += i_b * T * H + i_h
-    q += (i_b * T * H + i_h) * K
-    k += (i_b * T * H + i_h) * K
-    o_i = tl.arange(0, BT)
-    m_t = t + o_i < T
-
-    b_g = tl.load(g + (t + o_i) * H, mask=m_t, other=0.0) * LOG2E
-    if seg is not None:
-        seg += i_b * T + t + o_i
-        m_s = m_t & (t + o_i > 0)
-        b_g = tl.where(m_s & (tl.load(seg, mask=m_s, other=0) != tl.load(seg - 1, mask=m_s, other=0)), RESET, b_g)
-    b_beta = tl.load(beta + (t + o_i) * H, mask=m_t, other=0.0).to(tl.float32)
-    tile = (t + o_i)[:, None] * (H * K) + tl.arange(0, K)[None, :]
-    b_q = tl.load(q + tile, mask=m_t[:, None], other=0.0)
-    b_k = tl.load(k + tile, mask=m_t[:, None], other=0.0)
-    # all loads first. M in the blocks that are inverted, then below the pairs of 16, then below the pair of 32
-    b_M = gdn_key_products(k, beta, T, t, 0, 0, 16, 4, 16, H, K, PREC)
-    b_M32 = gdn_key_products(k, beta, T, t, 16, 0, 32, 2, 16, H, K, PREC)
-    b_M64 = gdn_key_products(k, beta, T, t, 32, 0, 64, 1, 32, H, K, PREC)
-
-    # the inverse of I + M by recursive doubling: blocks of 2, 4, 8, 16 inside the four 16 x 16 blocks of the diagonal,
-    # then pairs of blocks; every step is a block substitution. A Neumann series would lose all digits for like keys
-    o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    b_M = tl.where(o_r > o_c, b_M, 0.0)
-    b_N = tl.where(o_r == o_c, 1.0, 0.0) - tl.where(o_r // 2 == o_c // 2, b_M, 0.0)
-    for p in tl.static_range(1, 4):
-        b_L = tl.where((o_r >> (p + 1) == o_c >> (p + 1)) & (o_r >> p != o_c >> p), b_M, 0.0)
-        # 4 x (16, 16) x (16, 16), twice
-        b_N -= tl.dot(tl.dot(b_N, b_L, input_precision=PREC), b_N, input_precision=PREC)
-    b_N = gdn_merge(b_N, b_M32, 2, 16, PREC)
-    b_N = gdn_merge(b_N, b_M64, 1, 32, PREC)
-
-    b_G2 = tl.cumsum(b_g, 0)
-    b_e = tl.exp2(b_G2)
-    b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_G2)
-    gates += n * (GATES * BT) + o_i
-    tl.store(gates, b_G2)
-    tl.store(gates + E * BT, b_e)
-    tl.store(gates + R * BT, b_r)
-    tl.store(gates + GW * BT, tl.where(b_beta > 0, b_G2, float("inf")))
-    tl.store(gates + EW * BT, tl.where(b_beta > 0, b_e, 0.0))
-    tl.store(gates + RW * BT, tl.where(b_beta > 0, b_r, 0.0))
-
-    b_D = tl.exp2(tl.minimum(b_G2[:, None] - b_G2[None, :], 0.0))
-    b_beta = tl.maximum(b_beta, MIN_BETA)
-    b_D *= b_beta[None, :] # 0 above the diagonal comes from the inverse
-    b_N = tl.reshape(b_N, (BT, BT))
-    chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
-    if A is not None:
-        tl.store(A + chunk, (b_N * b_D).to(A.dtype.element_ty))
-    # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
-    b_P = tl.where(o_i[:, None] >= o_i[None, :], tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
-    tl.store(Y + chunk, (gdn_dot_split(b_P, b_N, b_k.dtype, PREC) * b_D * scale).to(Y.dtype.element_ty))
-    # k^T times the inverse: (K, BT) x (BT, BT)
-    b_X = gdn_dot_split(tl.trans(b_k), b_N, b_k.dtype, PREC) * (b_beta * b_r)[None, :]
-    tl.store(X + n * (K * BT) + tl.arange(0, K)[:, None] * BT + o_i[None, :], b_X.to(X.dtype.element_ty))
 
 @triton.jit
 def gdn_rows(x, i_b, i_h, t, T, H: tl.constexpr, D: tl.constexpr, BT: tl.constexpr):
@@ -756,16 +659,131 @@ def gdn_rows(x, i_b, i_h, t, T, H: tl.constexpr, D: tl.constexpr, BT: tl.constex
     return tl.load(x, mask=((o_t >= 0) & (o_t < T))[:, None], other=0.0)
 
 @triton.jit
+def gdn_split(x, DTYPE: tl.constexpr):
+    """x in fp32 as the sum of two numbers of type DTYPE, to 2^-16: bf16 is the upper half of the bits. fp32 stays."""
+    if DTYPE == tl.float32:
+        return x, x
+    hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True) # a cast there and back is slow
+    return hi.to(DTYPE), (x - hi).to(DTYPE)
+
+@triton.jit
+def gdn_dot_split(a, b, b_lo, c, PREC: tl.constexpr):
+    """c + a (b + b_lo) for sums that cancel: an `a` in fp32 is split too. No b_lo: b is exact."""
+    if b.dtype == tl.float32:
+        return tl.dot(a, b, c, input_precision=PREC)
+    a_hi = a
+    if a.dtype == tl.float32:
+        a_hi, a_lo = gdn_split(a, b.dtype)
+        c = tl.dot(a_lo, b, c)
+    if b_lo is not None:
+        c = tl.dot(a_hi, b_lo, c)
+    return tl.dot(a_hi, b, c)
+
+@triton.jit
+def gdn_dot_blocks(a, bt, DTYPE: tl.constexpr, PREC: tl.constexpr):
+    """a b for a batch of blocks from a and b^T, both in fp32."""
+    b_hi, b_lo = gdn_split(bt, DTYPE)
+    return gdn_dot_split(a, tl.permute(b_hi, (0, 2, 1)), tl.permute(b_lo, (0, 2, 1)), None, PREC)
+
+@triton.jit
+def gdn_on_diagonal(BT: tl.constexpr):
+    """Of a matrix as (BT / 16, 16, BT / 16, 16) blocks, those on the diagonal."""
+    o_b = tl.arange(0, BT // 16)
+    return o_b[:, None, None, None] == o_b[None, None, :, None]
+
+@triton.jit
+def gdn_diagonal_inverse(KK, beta, BT: tl.constexpr, DTYPE: tl.constexpr, PREC: tl.constexpr):
+    """(BT / 16, 16, 16): the inverse of I + M in each block of 16 on the diagonal, M = strict_lower(beta * KK).
+    Recursive doubling: from N with blocks of 2^p on its diagonal, those of 2^(p+1) gain -N M N below them, which is
+    block substitution; a Neumann series would lose all digits for like keys. A warp has a block, and N^T comes along,
+    so that each operand is where the product before has left it."""
+    NB: tl.constexpr = BT // 16
+    b_m = tl.sum(tl.where(gdn_on_diagonal(BT), tl.reshape(KK, (NB, 16, NB, 16)), 0.0), 2)
+    b_beta = tl.reshape(beta, (NB, 16))
+    o_r, o_c = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    b_mt = tl.where(o_r < o_c, b_m * b_beta[:, None, :], 0.0)
+    b_m = tl.where(o_r > o_c, b_m * b_beta[:, :, None], 0.0)
+    o_x = o_r ^ o_c # its highest bit p: in one block of 2^(p+1), in two of 2^p
+    b_n = tl.where(o_x == 0, 1.0, tl.where(o_x == 1, -b_m, 0.0))
+    b_nt = tl.where(o_x == 0, 1.0, tl.where(o_x == 1, -b_mt, 0.0))
+    for p in tl.static_range(1, 4):
+        # N M, (N M) N and its transpose N^T (N M)^T: NB x (16, 16) x (16, 16)
+        b_T = gdn_dot_blocks(b_n, b_mt, DTYPE, PREC)
+        b_y = gdn_dot_blocks(b_T, b_nt, DTYPE, PREC)
+        b_yt = gdn_dot_blocks(b_nt, b_T, DTYPE, PREC)
+        b_n -= tl.where(o_x >> p == 1, b_y, 0.0)
+        b_nt -= tl.where(o_x >> p == 1, b_yt, 0.0)
+    return b_n
+
+@triton.jit
+def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
+                     BT: tl.constexpr, PREC: tl.constexpr):
+    """Eqs. (2, 3): A, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
+    DT: tl.constexpr = X.dtype.element_ty
+    i = tl.program_id(0)
+    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
+    n, t = ((i_b * H + i_h) * NT + i_t).to(tl.int64), i_t * BT
+    o_i = tl.arange(0, BT)
+    m_t = t + o_i < T
+    row = (i_b.to(tl.int64) * T + t) * H + i_h # of a (B, T, H) tensor
+
+    b_g = tl.load(g + row + o_i * H, mask=m_t, other=0.0) * LOG2E
+    if seg is not None:
+        seg += i_b.to(tl.int64) * T + t + o_i
+        m_s = m_t & (t + o_i > 0)
+        b_g = tl.where(m_s & (tl.load(seg, mask=m_s, other=0) != tl.load(seg - 1, mask=m_s, other=0)), RESET, b_g)
+    b_beta = tl.load(beta + row + o_i * H, mask=m_t, other=0.0).to(tl.float32)
+    b_q, b_k = gdn_rows(q, i_b, i_h, t, T, H, K, BT), gdn_rows(k, i_b, i_h, t, T, H, K, BT)
+    m_w = b_beta > 0
+    b_beta = tl.maximum(b_beta, MIN_BETA)
+    # k k^T: (BT, K) x (K, BT)
+    b_M = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
+    b_n = gdn_diagonal_inverse(b_M, b_beta, BT, DT, PREC)
+    b_M = tl.where(o_i[:, None] > o_i[None, :], b_M * b_beta[:, None], 0.0)
+    b_hi, b_lo = gdn_split(b_M, DT)
+    # blocks of 32 and of 64 from pairs: -N M N below each pair's diagonal blocks. (BT, BT) x (BT, BT), twice each
+    b_N = tl.reshape(tl.where(gdn_on_diagonal(BT), b_n[:, :, None, :], 0.0), (BT, BT))
+    for p in tl.static_range(4, 6):
+        b_T = gdn_dot_split(b_N, b_hi, b_lo, None, PREC)
+        n_hi, n_lo = gdn_split(b_N, DT)
+        b_y = gdn_dot_split(b_T, n_hi, n_lo, None, PREC)
+        b_N -= tl.where((o_i[:, None] ^ o_i[None, :]) >> p == 1, b_y, 0.0)
+
+    b_G2 = tl.cumsum(b_g, 0)
+    b_e = tl.exp2(b_G2)
+    b_GW = b_G2 - tl.log2(b_beta)
+    b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_GW)
+    gates += n * (GATES * BT) + o_i
+    tl.store(gates, b_G2)
+    tl.store(gates + E * BT, b_e)
+    tl.store(gates + GW * BT, tl.where(m_w, b_GW, float("inf")))
+    tl.store(gates + EW * BT, tl.where(m_w, b_e, 0.0))
+    tl.store(gates + RW * BT, tl.where(m_w, b_r, 0.0))
+
+    m_l = o_i[:, None] >= o_i[None, :]
+    b_D = tl.exp2(tl.where(m_l, b_G2[:, None] - b_GW[None, :], 0.0)) # 0 above the diagonal comes from N and P
+    chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
+    if A is not None:
+        tl.store(A + chunk, (b_N * b_D * (1 / b_beta)[:, None]).to(A.dtype.element_ty))
+    # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
+    b_P = tl.where(m_l, tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
+    b_hi, b_lo = gdn_split(b_N, DT)
+    tl.store(Y + chunk, (gdn_dot_split(b_P, b_hi, b_lo, None, PREC) * b_D * scale).to(Y.dtype.element_ty))
+    # k^T times the inverse: (K, BT) x (BT, BT)
+    b_X = gdn_dot_split(tl.trans(b_k), b_hi, b_lo, None, PREC) * b_r[None, :]
+    tl.store(X + n * (K * BT) + tl.arange(0, K)[:, None] * BT + o_i[None, :], b_X.to(X.dtype.element_ty))
+
+@triton.jit
 def gdn_square(x, n, BT: tl.constexpr):
     """Matrix n of x (chunks, BT, BT)."""
     o_i = tl.arange(0, BT)
     return tl.load(x + n.to(tl.int64) * (BT * BT) + o_i[:, None] * BT + o_i[None, :])
 
 @triton.jit
-def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr,
                    PHI: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
-    """Eq. (4) over one of NS parts of T, from S0 to S1 (B, H, NS, V, K); o if OUT, U and h if SAVE. PHI: the state
+    """Eq. (4) over one of NS parts of T, from S0 to S1 (B, H, NS, V, K); o if OUT, h if SAVE. PHI: the state
     starts as the identity and v is 0, so that S1 is the part's transition. Grid (B * H * NS * V / BV)."""
     i = tl.program_id(0)
     i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
@@ -782,11 +800,9 @@ def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H
 
     LS = tl.cdiv(NT, NS) # chunks a part
     first, end = i_s * LS, tl.minimum(i_s * LS + LS, NT)
-    # q and A are fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
+    # q is fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
     if OUT:
         b_q = gdn_rows(q, i_b, i_h, first * BT, T, H, K, BT)
-    if SAVE:
-        b_A = gdn_square(A, i_bh * NT + first, BT)
     for i_t in tl.range(first, end, num_stages=STAGES):
         n, t = i_bh * NT + i_t, i_t * BT
         e = gates + n.to(tl.int64) * (GATES * BT) + E * BT
@@ -810,11 +826,6 @@ def gdn_fwd_kernel(q, k, v, A, X, Y, gates, S0, o, U, h, S1, scale, T, NT, NS, H
             o.store([i_b, t, i_h * V + i_v], tl.trans(b_o).to(b_k.dtype).reshape(1, BT, BV))
         # S'^T = d S^T + W^T X: (BV, BT) x (BT, K)
         b_S = tl.dot(b_w, tl.trans(b_X), b_S * b_d, input_precision=PREC)
-        if SAVE:
-            # U^T = W^T A^T: (BV, BT) x (BT, BT)
-            b_U = tl.dot(b_w, tl.trans(b_A), input_precision=PREC)
-            b_A = gdn_square(A, i_bh * NT + tl.minimum(i_t + 1, NT - 1), BT)
-            U.store([n, 0, i_v], tl.trans(b_U).to(b_k.dtype).reshape(1, BT, BV))
     tl.store(S1 + state, b_S)
 
 @triton.jit
@@ -861,6 +872,8 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     else:
         b_dS = tl.load(dS1 + state)
 
+    # a chunk of as many tokens as K has takes most of dS' away: a small difference, from operands of two terms
+    NARROW: tl.constexpr = K <= BT
     LS = tl.cdiv(NT, NS) # chunks a part
     first, last = i_s * LS, tl.minimum(i_s * LS + LS, NT)
     # q and Y are fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
@@ -877,7 +890,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
         b_e = tl.load(e + o_i)
         b_dh = b_dS.to(b_k.dtype)
         # dv^T = do^T Y + dS'^T X^T: (BV, BT) x (BT, BT), (BV, K) x (K, BT)
-        b_dv = tl.dot(b_dh, b_X, input_precision=PREC)
+        b_dv = gdn_dot_split(b_dS if NARROW else b_dh, b_X, None, None, PREC)
         if OUT:
             dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
         b_dv = tl.dot(tl.trans(b_do), b_Y, b_dv, input_precision=PREC)
@@ -887,14 +900,15 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
         b_q = gdn_rows(q, i_b, i_h, t - BT, T, H, K, BT)
         if OUT:
             dv.store([i_b, t, i_h * V + i_v], tl.trans(b_dv).to(b_k.dtype).reshape(1, BT, BV))
-        b_dS = tl.dot((b_dv * -b_e[None, :]).to(b_k.dtype), b_k, b_dS, input_precision=PREC)
+        b_dv *= -b_e[None, :]
+        b_dS = gdn_dot_split(b_dv if NARROW else b_dv.to(b_k.dtype), b_k, None, b_dS, PREC)
     tl.store(dS0 + state, b_dS)
 
 @triton.jit
-def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
+def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
                         K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
                         PREC: tl.constexpr):
-    """Eqs. (6-9) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
+    """Eqs. (6-10) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
     i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
     n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
@@ -906,57 +920,65 @@ def gdn_bwd_grad_kernel(q, k, do, dv, U, h, dh, gates, beta, dq, dk, dg, dbeta, 
     # small loads first, they are on their way while the loop runs
     b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
     b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
+    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_hi, b_lo = gdn_split(gdn_square(A, n, BT).to(tl.float32), b_k.dtype) # A in two terms
+    b_hi, b_lo = tl.trans(b_hi), tl.trans(b_lo)
 
     b_dq = tl.zeros([BT, K], dtype=tl.float32)
-    b_dP = tl.zeros([BT, BT], dtype=tl.float32)
-    b_Z = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dP, b_Z = tl.zeros([BT, BT], dtype=tl.float32), tl.zeros([BT, BT], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
+        b_h = h.load([n, i_v, 0]).reshape(BV, K)
+        b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-        b_U = U.load([n, 0, i_v]).reshape(BT, BV)
-        # do S^T: (BT, BV) x (BV, K);  do U^T, dv U^T: (BT, BV) x (BV, BT)
-        b_dq = tl.dot(b_do, h.load([n, i_v, 0]).reshape(BV, K), b_dq, input_precision=PREC)
-        b_dP = tl.dot(b_do, tl.trans(b_U), b_dP, input_precision=PREC)
-        b_Z = tl.dot(b_dv, tl.trans(b_U), b_Z, input_precision=PREC)
+        # W = v - e * (k S): (BT, K) x (K, BV)
+        b_W = (tl.dot(b_k, tl.trans(b_h), input_precision=PREC) * -b_E[:, None] + b_v).to(b_k.dtype)
+        # do S^T: (BT, BV) x (BV, K);  do W^T, dv W^T: (BT, BV) x (BV, BT)
+        b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
+        b_dP = tl.dot(b_do, tl.trans(b_W), b_dP, input_precision=PREC)
+        b_Z = tl.dot(b_dv, tl.trans(b_W), b_Z, input_precision=PREC)
 
-    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
-    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
-    b_beta = tl.maximum(b_beta, MIN_BETA)
-    b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / (b_beta * b_beta)
+    # do u^T and dv u^T by eq. (7): (BT, BT) x (BT, BT)
+    b_dP = gdn_dot_split(b_dP, b_hi, b_lo, None, PREC)
+    b_Z = gdn_dot_split(b_Z, b_hi, b_lo, None, PREC)
+    b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / tl.maximum(b_beta, MIN_BETA)
     tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
-    b_D = tl.exp2(tl.minimum(b_G[:, None] - b_GW[None, :], 0.0))
-    b_dP = tl.where(m_d | m_l, b_dP * b_D * scale, 0.0)
+    b_D = tl.exp2(tl.where(m_d | m_l, b_G[:, None] - b_GW[None, :], float("-inf")))
+    b_dP *= b_D * scale
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
-    # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of X adds to a row what it takes from the same column: left out, its
+    # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of H adds to a row what it takes from the same column: left out, its
     # rounding would swamp dg where the gates are strong
-    b_X = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
-    b_X += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
-    b_a = tl.sum(b_X, 1) - tl.sum(b_X, 0)
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_H = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
+    b_H += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     b_dq *= (b_E * scale)[:, None]
-    b_a += tl.sum(b_q * b_dq, 1)
-    # dP k: (BT, BT) x (BT, K)
+    b_a = tl.sum(b_H, 1) - tl.sum(b_H, 0) + tl.sum(b_q * b_dq, 1)
+    # dP k: (BT, BT) x (BT, K), where like keys take from each other
+    b_dq = gdn_dot_split(b_dP, b_k, None, b_dq, PREC)
     b_dPh, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
-    b_dq = tl.dot(b_dPh, b_k, b_dq, input_precision=PREC)
     dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
 
-    b_dk = tl.zeros([K, BT], dtype=tl.float32)
-    b_ks = tl.zeros([K, BT], dtype=tl.float32)
-    b_hh = tl.zeros([BV], dtype=tl.float32)
-    b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
+    b_dk, b_ks = tl.zeros([K, BT], dtype=tl.float32), tl.zeros([K, BT], dtype=tl.float32)
+    b_hh = tl.zeros([BV * K // 8], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
-        b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-        b_U = U.load([n, 0, i_v]).reshape(BT, BV)
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
+        b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_dh = dh.load([n, i_v, 0]).reshape(BV, K)
-        # S dv^T, dS' U^T: (K, BV) x (BV, BT)
+        b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_W = (tl.dot(b_k, tl.trans(b_h), input_precision=PREC) * -b_E[:, None] + b_v).to(b_k.dtype)
+        # S dv^T, dS' W^T: (K, BV) x (BV, BT)
         b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
-        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_U), b_ks, input_precision=PREC)
-        b_hh += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_W), b_ks, input_precision=PREC)
+        b_hh += tl.sum(tl.reshape(b_h.to(tl.float32) * b_dh.to(tl.float32), (BV * K // 8, 8)), 1)
+    b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
+    # dS' u^T by eq. (7): (K, BT) x (BT, BT)
+    b_ks = gdn_dot_split(b_ks, b_hi, b_lo, None, PREC)
     b_kT = tl.trans(b_k)
     b_dk *= -b_EW[None, :]
     b_ks *= b_RW[None, :]
     b_a += tl.sum(b_kT * b_dk, 0)
     b_b = tl.sum(b_kT * b_ks, 0)
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K) # again: its 16 KB of shared memory were the loop's
     # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
     b_dk = tl.dot(tl.trans(b_q), b_dPh, b_dk + b_ks, input_precision=PREC)
     b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
@@ -1015,6 +1037,9 @@ def gdn_solve_settings(x):
 def gdn_sweep_settings(x, K, V):
     """Tile and launch settings of both sweeps over tensors like x."""
     if INTERPRET or x.dtype == torch.float32 or gdn_small(x.device):
+        # compiled for sm_80 with Triton 3.6: 96 KB at most, but 128 and 144 KB of two tiles of such keys in the sweeps
+        assert x.dtype == torch.bfloat16 or K <= 128 or gdn_shared(x.device) >= 144 * 1024, \
+            f"float32 with K above 128 needs 144 KB of shared memory, this GPU has {gdn_shared(x.device) >> 10}"
         return dict(BV=min(V, 32), STAGES=1, num_warps=8 if gdn_small(x.device) else 4)
     if K <= 128:
         return dict(BV=min(V, 128), STAGES=3, num_warps=8 if V >= 128 else 4)
@@ -1027,7 +1052,11 @@ def gdn_grad_settings(x, K, V):
 
 def gdn_small(device):
     """Whether a block has less shared memory than the 227 KB of an H100: an A100 or a card for desks."""
-    return not INTERPRET and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < 227 * 1024
+    return gdn_shared(device) < 227 * 1024
+
+def gdn_shared(device):
+    """Bytes of shared memory a block can have."""
+    return 227 * 1024 if INTERPRET else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 def precision(dtype):
     """Of the products: exact to fp32 for fp32 tensors; bf16 operands have one way only."""
@@ -1036,25 +1065,24 @@ def precision(dtype):
 @torch.library.custom_op("kernels::gdn_fwd", mutates_args=())
 def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Optional[Tensor], seg: Optional[Tensor],
             scale: float, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final state (B, H, V, K), and for backward X, Y, gates, U, h and transitions phi^T (B, H, NS, K, K)."""
-    o, S1, X, Y, gates, U, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
+    """o, the final state (B, H, V, K), and for backward A, X, Y, gates, h and transitions phi^T (B, H, NS, K, K)."""
+    o, S1, A, X, Y, gates, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
     B, T, H, K = q.shape
     V, NT, NS, PREC = v.shape[-1], Y.shape[2], phi.shape[2], precision(q.dtype)
     chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
-
-    A = torch.empty_like(Y) if save else None # U alone needs it
 
     def sweep(S0, S1, V, OUT=False, PHI=False):
         settings = gdn_sweep_settings(q, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
-            q, tiles(k, BT, K), tiles(v, BT, BV), A, chunks(X, K, BT), chunks(Y, BT, BT), gates, S0, tiles(o, BT, BV),
-            chunks(U, BT, BV) if save else None, chunks(h, BV, K) if save else None, S1, scale, T, NT, NS,
+            q, tiles(k, BT, K), tiles(v, BT, BV), chunks(X, K, BT), chunks(Y, BT, BT), gates, S0, tiles(o, BT, BV),
+            chunks(h, BV, K) if save else None, S1, scale, T, NT, NS,
             H=H, K=K, V=V, BT=BT, OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
-        gdn_solve_kernel[(B * NT * H,)](q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H=H, K=K, BT=BT, PREC=PREC,
-                                        **gdn_solve_settings(q))
+        gdn_solve_kernel[(B * NT * H,)](
+            q, k, g, beta, seg, A if save else None, X, Y, gates, scale, T, NT,
+            H=H, K=K, BT=BT, PREC=PREC, **gdn_solve_settings(q))
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
         else:
@@ -1070,9 +1098,10 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
     NS = gdn_segments(B * H * (V // gdn_sweep_settings(q, K, V)["BV"]), NT, q.device)
-    per_chunk = lambda x, *shape: x.new_empty(B, H, NT, *shape)
-    return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, K, BT), per_chunk(q, BT, BT),
-            per_chunk(g, GATES.value, BT), per_chunk(q, BT, V if save else 0), per_chunk(q, V if save else 0, K),
+    per_chunk = lambda x, *shape, dtype=None: x.new_empty(B, H, NT, *shape, dtype=dtype)
+    A_dtype = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
+    return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, BT, BT if save else 0, dtype=A_dtype),
+            per_chunk(q, K, BT), per_chunk(q, BT, BT), per_chunk(g, GATES.value, BT), per_chunk(q, V if save else 0, K),
             g.new_empty(B, H, NS, K, K if NS > 1 else 0))
 
 def gdn_fold(part, phi, S0, X, BACK=False):
@@ -1080,12 +1109,12 @@ def gdn_fold(part, phi, S0, X, BACK=False):
     gdn_fold_kernel[(B * H * V // 16,)](part, phi, S0, X, NS, K=K, V=V, BV=16, BK=min(K, 64), BACK=BACK, num_warps=4)
 
 @torch.library.custom_op("kernels::gdn_bwd", mutates_args=())
-def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, beta: Tensor, X: Tensor, Y: Tensor,
-            gates: Tensor, U: Tensor, h: Tensor, phi: Tensor, scale: float) \
+def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, beta: Tensor, A: Tensor,
+            X: Tensor, Y: Tensor, gates: Tensor, h: Tensor, phi: Tensor, scale: float) \
             -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dbeta and the initial state's gradient (B, H, V, K)."""
-    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, beta, X, Y, gates, U, h, phi, scale)
-    (B, T, H, K), V = q.shape, U.shape[4]
+    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, v, beta, A, X, Y, gates, h, phi, scale)
+    (B, T, H, K), V = q.shape, v.shape[-1]
     NT, NS, PREC = Y.shape[2], phi.shape[2], precision(q.dtype)
     do = torch.zeros_like(dv) if do is None else do.contiguous()
     dS1 = None if dS1 is None else dS1.contiguous()
@@ -1111,27 +1140,26 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_grad_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(do, BT, BV), tiles(dv, BT, BV), chunks(U, BT, BV), chunks(h, BV, K),
-            chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale, T, NT,
-            H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), A,
+            chunks(h, BV, K), chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale,
+            T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
     return outputs
 
 @gdn_bwd.register_fake
-def gdn_bwd_outputs(do, dS1, q, k, beta, X, Y, gates, U, h, phi, scale):
-    (B, T, H, K), V = q.shape, U.shape[4]
-    return (torch.empty_like(q), torch.empty_like(k), q.new_empty(B, T, H, V), gates.new_empty(B, T, H),
+def gdn_bwd_outputs(do, dS1, q, k, v, beta, A, X, Y, gates, h, phi, scale):
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    return (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), gates.new_empty(B, T, H),
             torch.empty_like(beta), gates.new_empty(B, H, V, K))
 
 def gdn_setup(ctx, inputs, output):
     q, k, v, g, beta, S0, seg, scale, save = inputs
     ctx.set_materialize_grads(False) # else each extra output gets a gradient of zeros
-    ctx.save_for_backward(q, k, beta, *output[2:])
+    ctx.save_for_backward(q, k, v, beta, *output[2:])
     ctx.scale, ctx.initial = scale, S0 is not None
 
 def gdn_gradients(ctx, do, dS1, *rest):
-    q, k, beta, *saved = ctx.saved_tensors
-    dq, dk, dv, dg, dbeta, dS0 = gdn_bwd(do, dS1, q, k, beta, *saved, ctx.scale)
+    dq, dk, dv, dg, dbeta, dS0 = gdn_bwd(do, dS1, *ctx.saved_tensors, ctx.scale)
     return dq, dk, dv, dg, dbeta, dS0 if ctx.initial else None, None, None, None
 
 gdn_fwd.register_autograd(gdn_gradients, setup_context=gdn_setup)
@@ -1176,8 +1204,8 @@ def _(q, k, v, g, beta, state, scale):
     return v.new_empty(v.shape)
 
 def gated_delta_rule_step(q, k, v, g, beta, state, scale=None):
-    """One token of `gated_delta_rule`: q, k (B, H, K), v (B, H, V), g, beta (B, H); state (B, H, K, V) float32 is updated
-    in place, whatever its strides. Returns o like v. No gradient."""
+    """One token of `gated_delta_rule`: q, k (B, H, K), v (B, H, V), g, beta (B, H); state (B, H, K, V) float32 is
+    updated in place, whatever its strides. Returns o like v. No gradient."""
     gates = [("g", g, q.shape[:2], (torch.float32,)), ("beta", beta, q.shape[:2], (torch.float32, q.dtype))]
     check(q, k, v, gates, state)
     return gdn_step(q, k, v, g, beta, state, float(q.shape[-1]**-0.5 if scale is None else scale))

@@ -372,12 +372,43 @@ def gdn_held_to_loop(x, segment_ids=None, no_do=False, no_dS=False, scale=None, 
 
 # on the CPU small and ragged; with a GPU also both layers of the real models, and every pair of widths
 GDN_SHAPES = [(2, 1, 3, 16, 32), (1, 15, 1, 16, 16), (1, 63, 1, 16, 16), (1, 64, 1, 32, 16), (1, 65, 1, 100, 20),
-              (1, 127, 1, 16, 64), (2, 200, 3, 16, 16), (1, 2, 1, 1, 1)]
+              (1, 127, 1, 16, 64), (2, 200, 3, 16, 16), (1, 2, 1, 1, 1), (1, 64, 3, 256, 1), (1, 66, 2, 64, 128)]
 if GPU:
     GDN_SHAPES += [(2, T, 3, 128, 128) for T in (1, 15, 63, 64, 65, 127, 200, 2049)]
     GDN_SHAPES += [(1, 2048, 6, 128, 256), (2, 2048, 8, 128, 128)]
     GDN_SHAPES += [(1, 130, H, K, V) for K, H in ((1, 3), (16, 6), (64, 3), (100, 6), (128, 3), (256, 6))
                    for V in (1, 16, 64, 100, 128, 256)]
+
+@pytest.fixture
+def bf16_dots(monkeypatch):
+    """The interpreter stores bf16 as its upper 16 bits, multiplies those as integers and casts to it by truncation:
+    made right here, so that the rounding of every bf16 operand can be tested on a CPU."""
+    if GPU:
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+    convert = interpreter._convert_float
+
+    def widened(x):
+        return (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar == tl.bfloat16 else x.data
+
+    def dot(self, a, b, c, *_):
+        return interpreter.TensorHandle(np.matmul(widened(a), widened(b), dtype=np.float32) + c.data, c.dtype.scalar)
+
+    def cast(x, source, target, rounding):
+        if source != tl.float32 or target != tl.bfloat16:
+            return convert(x, source, target, rounding)
+        bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
+        return (bits + 0x7fff + (bits >> 16 & 1) >> 16).astype(np.uint16) # to nearest, ties to even
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(interpreter, "_convert_float", cast)
+
+@pytest.mark.parametrize("kind", ["init", "like keys", "half the betas 0"])
+def test_gdn_rounding_of_bf16(kind, bf16_dots):
+    """Where neighbours take from each other, a rounding inside a sum over them would show in o, dq or dv."""
+    gdn_held_to_loop(gdn_inputs(1, 192, 1, 128, 32, torch.bfloat16, kind), scale=1)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", GDN_SHAPES, ids=str)
@@ -517,6 +548,8 @@ def test_gdn_refuses_in_one_sentence(monkeypatch):
     refused("empty", **{n: t[:, :0] for n, t in zip(("q", "k", "v", "g", "beta"), x)})
     with pytest.raises(AssertionError, match="state must have shape"):
         kernels.gated_delta_rule_step(*(t[:, 0] for t in x[:5]), x[5][:, :1])
+    monkeypatch.setattr(kernels, "gdn_shared", lambda _: 99 * 1024)
+    refused("float32 with K above 128 needs 144 KB", q=wide[..., :256], k=wide[..., :256], initial_state=None)
     monkeypatch.setattr(kernels, "INTERPRET", False)
     refused("on the CPU", **{n: t.cpu() for n, t in zip("qkv", x)})
 
