@@ -850,19 +850,25 @@ def test_sigterm_saves_and_exits_0(shards, faulty, tmp_path, who):
     assert "asked to stop: saved step" in p.stdout
     assert list(log_of(tmp_path / "out"))[-1] == train.load_checkpoint(str(tmp_path / "out"))[0]["step"] == 8
 
-def test_sigint_from_outside(shards, tmp_path):
-    """A Ctrl-C, and more of them while it saves."""
+@pytest.mark.parametrize("tee", [False, True])
+def test_sigint_from_outside(shards, tmp_path, tee):
+    """A Ctrl-C, and more of them while it saves; and one that has ended the reader of its output as well."""
     p = subprocess.Popen([sys.executable, "train.py", *FLAGS, "--total_tokens=1_000_000_000", f"--data_dir={shards}",
                           f"--out_dir={tmp_path / 'out'}"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in p.stdout:
         if line.startswith("step 3/"):
             break
-    while p.poll() is None:
+    if tee:
+        p.stdout.close()
         p.send_signal(signal.SIGINT)
-        time.sleep(0.01)
-    # -SIGINT: one came after Python had taken its handlers down
-    assert p.returncode in (0, -signal.SIGINT), p.returncode
-    assert "asked to stop: saved step" in p.stdout.read()
+        assert p.wait() == 0
+    else:
+        while p.poll() is None:
+            p.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        # -SIGINT: one came after Python had taken its handlers down
+        assert p.returncode in (0, -signal.SIGINT), p.returncode
+        assert "asked to stop: saved step" in p.stdout.read()
     assert train.load_checkpoint(str(tmp_path / "out"))[0] is not None
 
 def test_nan_on_one_rank_drops_the_step(shards, whole, faulty, tmp_path):

@@ -415,7 +415,10 @@ if __name__ == "__main__":
 
     def say(*words):
         if rank == 0:
-            print(*words, flush=True)
+            try:
+                print(*words, flush=True)
+            except BrokenPipeError: # of `| tee`, which the Ctrl-C that this run saves after has ended already
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     # ------------------------------------------------------------------------------------------------------------------
     # settings, data, model: everything a user can get wrong is said before step 0
