@@ -871,6 +871,15 @@ def test_sigint_from_outside(shards, tmp_path, tee):
         assert "asked to stop: saved step" in p.stdout.read()
     assert train.load_checkpoint(str(tmp_path / "out"))[0] is not None
 
+def test_ctrl_c_before_the_first_step_ends_without_a_word(shards, tmp_path):
+    p = subprocess.Popen([sys.executable, "-X", "importtime", "train.py", *FLAGS, f"--data_dir={shards}",
+                          f"--out_dir={tmp_path / 'out'}"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    stderr = p.stderr.readline()
+    while "numpy" not in stderr: # on its way through the imports
+        stderr = p.stderr.readline()
+    p.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" not in p.communicate()[1] and p.returncode == -signal.SIGINT
+
 def test_nan_on_one_rank_drops_the_step(shards, whole, faulty, tmp_path):
     """On both ranks, without a trace in the moments; and the curve goes on."""
     p = trained(shards, tmp_path / "out", "--batch_size=4", "--save_interval=1",

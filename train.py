@@ -37,6 +37,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL) # Ctrl-C ends it at once, until there is a step to save
+
 import numpy as np
 import torch
 import torch.distributed as dist
