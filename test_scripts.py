@@ -5,6 +5,7 @@ The scripts as their users run them: subprocesses, real files, kills, two ranks 
     TIKTOKEN_CACHE_DIR=DIR pytest test_scripts.py               # also what needs the GPT-2 vocabulary offline
 """
 import dataclasses
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -726,8 +727,14 @@ def test_evaluation_does_not_change_training(shards, whole, tmp_path):
     same_curve(log_of(tmp_path / "out"), log_of(whole))
     assert log_of(tmp_path / "out")[20]["val_loss"] == log_of(whole)[20]["val_loss"]
     assert sorted(f.name for f in (tmp_path / "out").glob("ckpt*")) == ["ckpt_15.pt", "ckpt_20.pt"]
+    lock = os.open(tmp_path / "out", os.O_RDONLY) # while a run trains there, and saves
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (tmp_path / "out" / "ckpt_25.pt.tmp").touch()
     p = trained(shards, tmp_path / "out", "--eval_only=True")
     assert p.returncode == 0 and f"val_loss {log_of(whole)[20]['val_loss']:.4f}" in p.stdout
+    assert (tmp_path / "out" / "ckpt_25.pt.tmp").exists()
+    refused(trained(shards, tmp_path / "out", "--resume=True"), "another run", "another out_dir")
+    os.close(lock)
     p = trained(shards, tmp_path / "out", "--resume=True", "--n_embd=64")
     refused(p, "n_embd=32", "n_embd=64")
     refused(trained(shards, tmp_path / "out"), "holds checkpoints", "--resume=True")

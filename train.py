@@ -16,6 +16,7 @@ wandb.
 import bisect
 import contextlib
 import errno
+import fcntl
 import functools
 import glob
 import hashlib
@@ -475,12 +476,19 @@ if __name__ == "__main__":
     with all_or_none():
         if len(set(everyone(start))) > 1:
             sys.exit(f"the ranks see different checkpoints in {cfg.out_dir}: put it on a disk that all nodes share")
-        if rank == 0:
+        if rank == 0 and not cfg.eval_only:
             try:
                 os.makedirs(cfg.out_dir, exist_ok=True)
+                folder = os.open(cfg.out_dir, os.O_RDONLY)
             except OSError as error:
                 sys.exit(f"cannot make {cfg.out_dir} ({error.strerror}): set another out_dir")
-            for leftover in glob.glob(os.path.join(glob.escape(cfg.out_dir), "*.tmp")):
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB) # until this process ends, however it does
+            except BlockingIOError:
+                sys.exit(f"another run is training in {cfg.out_dir}: wait for its end, or set another out_dir")
+            except OSError:
+                pass # a disk without locks
+            for leftover in glob.glob(os.path.join(glob.escape(cfg.out_dir), "ckpt_*.pt.tmp")):
                 os.remove(leftover)
 
     torch._dynamo.config.recompile_limit = 64 # a graph for each length of the curriculum, with and without gradient
