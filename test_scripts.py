@@ -1074,7 +1074,8 @@ def test_curriculum_repeats_nothing(shards, tmp_path):
         assert idx.shape == targets.shape == ids.shape == (64 // T, T)
         assert torch.equal(idx.flatten(), whole[0].flatten()) and torch.equal(targets.flatten(), whole[1].flatten())
         assert torch.equal(ids.diff(dim=1) > 0, (idx == 256)[:, 1:])
-    p = trained(shards, tmp_path / "out", "--seq_len_start=8", "--warmup_tokens=1536", "--max_steps=8")
+    p = trained(shards, tmp_path / "out", "--seq_len_start=8", "--warmup_tokens=1536", "--max_steps=8",
+                env={"PATH": str(tmp_path)}) # and without git
     assert p.returncode == 0, p.stderr
     assert log_of(tmp_path / "out")[8]["tokens"] == 2048
 

@@ -540,8 +540,10 @@ if __name__ == "__main__":
     # logs
 
     if rank == 0:
-        commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], text=True,
-                                cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True).stdout.strip()
+        commit = ""
+        with contextlib.suppress(FileNotFoundError): # no git on this machine
+            commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], text=True,
+                                    cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True).stdout.strip()
         log, last = open_log(cfg.out_dir, {"config": asdict(cfg), "commit": commit, "versions": versions}, start)
     if rank == 0 and cfg.wandb:
         import wandb
