@@ -985,6 +985,7 @@ def test_damaged_shard_is_named(shards, tmp_path, change, word):
 
 @pytest.mark.parametrize("flags, words", [
     (["--data_dir=none"], ["none/meta.json is missing", "prepare.py"]),
+    (["--data_dir=train.py"], ["train.py/meta.json cannot be read", "data_dir"]),
     (["--vocab_size=200"], ["ids up to 256", "vocab_size=200", "384"]),
     (["--batch_size=3"], ["batch_tokens=256", "3 * 32 * 1 = 96"]),
     (["--seq_len=1024", "--batch_size=1", "--batch_tokens=1024", "--total_tokens=10240"], ["val row", "lower seq_len"]),
@@ -1009,6 +1010,12 @@ def test_settings_are_checked(flag, words):
         train.check(config.load(train.TrainConfig, [*FLAGS, flag]), 1)
     assert all(word in e.value.code for word in words), e.value.code
     train.check(config.load(train.TrainConfig, FLAGS), 1)
+
+@pytest.mark.parametrize("text", ["{", "1", "[]", '{"vocab_size": 257}', "\xff"])
+def test_strange_meta_is_refused(tmp_path, text):
+    (tmp_path / "meta.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(SystemExit, match="meta.json is not prepare.py's"):
+        train.open_data(train.TrainConfig(data_dir=str(tmp_path)))
 
 def test_get_lr_at_its_ends():
     """Exact values: above 0 at first, the maximum at the end of warm-up, the minimum at the last step."""

@@ -156,10 +156,15 @@ def open_data(cfg):
     try:
         with open(path) as f:
             meta = json.load(f)
+        missing = {"tokenizer", "vocab_size", "eot", "shards"} - set(meta)
     except FileNotFoundError:
-        sys.exit(f"{path} is missing: make {cfg.data_dir} with prepare.py first")
-    except ValueError:
-        sys.exit(f"{path} is not JSON: make {cfg.data_dir} again with prepare.py")
+        sys.exit(f"{path} is missing: make {cfg.data_dir} with prepare.py first, which writes it last")
+    except OSError as error:
+        sys.exit(f"{path} cannot be read ({error.strerror}): set data_dir to a folder made with prepare.py")
+    except (ValueError, TypeError):
+        missing = True
+    if missing:
+        sys.exit(f"{path} is not prepare.py's: make {cfg.data_dir} again with it")
     if meta["vocab_size"] > cfg.vocab_size:
         sys.exit(f"{cfg.data_dir} has ids up to {meta['vocab_size'] - 1} ({meta['tokenizer']}), the model vocab_size="
                  f"{cfg.vocab_size}: set vocab_size to {-meta['vocab_size'] // 128 * -128}")
