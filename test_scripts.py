@@ -1017,6 +1017,15 @@ def test_strange_meta_is_refused(tmp_path, text):
     with pytest.raises(SystemExit, match="meta.json is not prepare.py's"):
         train.open_data(train.TrainConfig(data_dir=str(tmp_path)))
 
+def test_log_keeps_records_and_nothing_else(tmp_path):
+    lines = [b'{"config": {}}', b'{"step": 1, "skipped": 2}', b"7", b"[]", b'"step"', b'{"step": null}', b"\xff\0",
+             b'{"step": 2, "val_loss": 1.0}', b'{"step": 3, "skipped": 4}', b'{"step": 2, "lo']
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines))
+    log, last = train.open_log(str(tmp_path), {"config": 1}, 2)
+    log.close()
+    records = [json.loads(line) for line in open(tmp_path / "log.jsonl")]
+    assert records == [{"config": 1}, {"step": 1, "skipped": 2}, {"step": 2, "val_loss": 1.0}] and last == records[1]
+
 def test_get_lr_at_its_ends():
     """Exact values: above 0 at first, the maximum at the end of warm-up, the minimum at the last step."""
     cfg = train.TrainConfig(batch_tokens=1, total_tokens=100, warmup_tokens=10, learning_rate=0.3, min_lr=0.07)

@@ -302,11 +302,11 @@ def open_log(out_dir, header, step):
     """log.jsonl with a new first line and the records up to `step`, open for more; and the last of a step, or {}."""
     path, records = os.path.join(out_dir, "log.jsonl"), []
     if step and os.path.exists(path):
-        with open(path) as f:
+        with open(path, "rb") as f:
             for line in f:
-                with contextlib.suppress(ValueError): # a killed run's last line may be torn
-                    records.append(json.loads(line))
-    records = [r for r in records if r.get("step", math.inf) <= step] # the first line has no step
+                with contextlib.suppress(ValueError, TypeError, KeyError): # no record: the header, a torn last line
+                    if (record := json.loads(line))["step"] <= step:
+                        records.append(record)
     with open(path + ".tmp", "w") as f:
         f.writelines(json.dumps(r) + "\n" for r in [header, *records])
     os.replace(path + ".tmp", path)
