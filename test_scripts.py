@@ -737,6 +737,8 @@ def test_evaluation_does_not_change_training(shards, whole, tmp_path):
     os.close(lock)
     p = trained(shards, tmp_path / "out", "--resume=True", "--n_embd=64")
     refused(p, "n_embd=32", "n_embd=64")
+    torch.save({"model": {}, "config": {}}, tmp_path / "out" / "ckpt_30.pt") # someone else's
+    refused(trained(shards, tmp_path / "out", "--resume=True"), "ckpt_30.pt does not fit")
     refused(trained(shards, tmp_path / "out"), "holds checkpoints", "--resume=True")
 
 def test_loss_by_position(shards, whole, tmp_path):
@@ -1025,6 +1027,19 @@ def test_log_keeps_records_and_nothing_else(tmp_path):
     log.close()
     records = [json.loads(line) for line in open(tmp_path / "log.jsonl")]
     assert records == [{"config": 1}, {"step": 1, "skipped": 2}, {"step": 2, "val_loss": 1.0}] and last == records[1]
+
+@pytest.mark.parametrize("change, words", [
+    ({"d_key": 32}, ["d_key=16", "d_key=32"]), ({"batch_tokens": 512}, ["batch_tokens=256", "512"]),
+    ({"tokenizer": "gpt2"}, ["bytes", "gpt2", "data_dir"])])
+def test_resume_is_refused_where_it_would_be_another_run(change, words):
+    cfg, meta = config.load(train.TrainConfig, FLAGS), {"tokenizer": change.pop("tokenizer", "bytes")}
+    checkpoint = {"config": dataclasses.asdict(cfg), "tokenizer": "bytes"}
+    assert train.check_resume(cfg, {"tokenizer": "bytes"}, checkpoint, "ckpt") == ""
+    with pytest.raises(SystemExit) as e:
+        train.check_resume(dataclasses.replace(cfg, **change), meta, checkpoint, "ckpt")
+    assert all(word in e.value.code for word in words), e.value.code
+    larger = dataclasses.replace(cfg, batch_tokens=512, batch_size=16, eval_only=True) # may be evaluated in any batch
+    assert "batch_size 8 -> 16" in train.check_resume(larger, {"tokenizer": "bytes"}, checkpoint, "ckpt")
 
 def test_get_lr_at_its_ends():
     """Exact values: above 0 at first, the maximum at the end of warm-up, the minimum at the last step."""

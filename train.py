@@ -320,14 +320,24 @@ def finite(x):
         return [finite(v) for v in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
-def check_resume(cfg, saved, path):
-    """Exits where the checkpoint's model is not the config's; returns the other settings that changed, in words."""
+def check_resume(cfg, meta, checkpoint, path):
+    """
+    Exits where the checkpoint's model is not the config's, its tokens are not the data's or its steps are of another
+    size; returns the other settings that changed, in words.
+    """
+    saved = checkpoint["config"]
     pairs = {f.name: (saved.get(f.name, f.default), getattr(cfg, f.name)) for f in fields(cfg)}
     changed = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
     for f in fields(ModelConfig):
         if f.name in changed and f.name != "expect_params":
             sys.exit(f"{path} has {f.name}={changed[f.name][0]}, the config {f.name}={changed[f.name][1]}: "
                      "use its value or another out_dir")
+    if checkpoint["tokenizer"] != meta["tokenizer"]:
+        sys.exit(f"{path} was trained on {checkpoint['tokenizer']} tokens, {cfg.data_dir} holds {meta['tokenizer']} "
+                 "tokens: set another data_dir or out_dir")
+    if not cfg.eval_only and "batch_tokens" in changed: # step and data order, and so the schedule, count in them
+        sys.exit(f"{path} counts steps of batch_tokens={saved['batch_tokens']}, not {cfg.batch_tokens}: use its value "
+                 "or another out_dir")
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key != "resume")
 
 def explain(cfg, rank, error):
@@ -468,13 +478,17 @@ if __name__ == "__main__":
             sys.exit(f"{cfg.out_dir} holds no checkpoint to evaluate: train one first, or set out_dir")
         start, run_id = 0, uuid.uuid4().hex[:8]
         if checkpoint is not None:
-            changed = check_resume(cfg, checkpoint["config"], path)
-            start, run_id = checkpoint["step"], checkpoint["run_id"]
-            say(f"continuing from {path}" + (f", changed settings: {changed}" if changed else ""))
-            raw.load_state_dict(checkpoint["model"])
-            # the moments alone: learning rate, betas and decay are the config's
-            optimizer.load_state_dict({"state": checkpoint["optimizer"]["state"],
-                                       "param_groups": optimizer.state_dict()["param_groups"]})
+            try:
+                changed = check_resume(cfg, meta, checkpoint, path)
+                start, seen, run_id = checkpoint["step"], checkpoint["tokens"], checkpoint["run_id"]
+                say(f"continuing from {path}" + (f", changed settings: {changed}" if changed else ""))
+                raw.load_state_dict(checkpoint["model"])
+                # the moments alone: learning rate, betas and decay are the config's
+                optimizer.load_state_dict({"state": checkpoint["optimizer"]["state"],
+                                           "param_groups": optimizer.state_dict()["param_groups"]})
+            except (KeyError, RuntimeError) as error:
+                sys.exit(f"{path} does not fit this train.py and model.py ({str(error).splitlines()[0]}): set another "
+                         "out_dir")
         elif cfg.resume:
             say(f"{cfg.out_dir} holds no checkpoint, starting at step 0")
         checkpoint = None # frees its memory
@@ -528,7 +542,7 @@ if __name__ == "__main__":
         return {"val_loss": loss, "val_ppl": float(np.exp(loss)), "val_bpb": bpb}
 
     if cfg.eval_only:
-        record = {"step": start, "tokens": start * cfg.batch_tokens, **validation()}
+        record = {"step": start, "tokens": seen, **validation()}
         say(", ".join(f"{k} {v:.4f}" for k, v in record.items() if k.startswith("val_")))
         record["val_loss_by_position"] = by_position = loss_by_position(cfg, raw, meta, rank, world, device)
         for first, (end, loss, tokens) in zip([0, *(end for end, *_ in by_position)], by_position):
