@@ -737,7 +737,7 @@ def test_evaluation_does_not_change_training(shards, whole, tmp_path):
     os.close(lock)
     p = trained(shards, tmp_path / "out", "--resume=True", "--n_embd=64")
     refused(p, "n_embd=32", "n_embd=64")
-    torch.save({"model": {}, "config": {}}, tmp_path / "out" / "ckpt_30.pt") # someone else's
+    torch.save({"model": {}}, tmp_path / "out" / "ckpt_30.pt") # someone else's
     refused(trained(shards, tmp_path / "out", "--resume=True"), "ckpt_30.pt does not fit")
     refused(trained(shards, tmp_path / "out"), "holds checkpoints", "--resume=True")
 
@@ -987,7 +987,6 @@ def test_damaged_shard_is_named(shards, tmp_path, change, word):
 
 @pytest.mark.parametrize("flags, words", [
     (["--data_dir=none"], ["none/meta.json is missing", "prepare.py"]),
-    (["--data_dir=train.py"], ["train.py/meta.json cannot be read", "data_dir"]),
     (["--vocab_size=200"], ["ids up to 256", "vocab_size=200", "384"]),
     (["--batch_size=3"], ["batch_tokens=256", "3 * 32 * 1 = 96"]),
     (["--seq_len=1024", "--batch_size=1", "--batch_tokens=1024", "--total_tokens=10240"], ["val row", "lower seq_len"]),
@@ -1018,6 +1017,8 @@ def test_strange_meta_is_refused(tmp_path, text):
     (tmp_path / "meta.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(SystemExit, match="meta.json is not prepare.py's"):
         train.open_data(train.TrainConfig(data_dir=str(tmp_path)))
+    with pytest.raises(SystemExit, match="meta.json cannot be read"):
+        train.open_data(train.TrainConfig(data_dir=__file__))
 
 def test_log_keeps_records_and_nothing_else(tmp_path):
     lines = [b'{"config": {}}', b'{"step": 1, "skipped": 2}', b"7", b"[]", b'"step"', b'{"step": null}', b"\xff\0",
