@@ -280,6 +280,7 @@ def save_checkpoint(out_dir, keep, checkpoint):
     """Writes ckpt_<step>.pt whole or not at all, then removes all but the newest `keep`."""
     path = os.path.join(out_dir, f"ckpt_{checkpoint['step']}.pt")
     try:
+        os.makedirs(out_dir, exist_ok=True) # someone may have moved it away
         with open(path + ".tmp", "wb") as f:
             torch.save(checkpoint, f)
             f.flush()
