@@ -951,6 +951,9 @@ def test_resume_falls_back_and_repeats_the_curve(shards, whole, tmp_path):
     p = trained(shards, out, "--resume=True", "--eval_interval=5")
     assert p.returncode == 0 and "ckpt_20.pt is damaged" in p.stdout and f"continuing from {out}/ckpt_10.pt" in p.stdout
     same_curve(log_of(out), log_of(whole))
+    p = trained(shards, out, "--resume=True", "--max_steps=15")
+    assert p.returncode == 0 and "nothing is left to train: step 20 is done" in p.stdout
+    assert list(log_of(out))[-1] == train.load_checkpoint(str(out))[0]["step"] == 20
 
 def test_full_disk_keeps_the_last_checkpoint(shards, tmp_path):
     """The limit on a file's size stands for the full disk: the write fails half-way, as torch sees it too."""

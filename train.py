@@ -534,6 +534,8 @@ if __name__ == "__main__":
         f"{steps * rows / n_rows:.2f} epochs in {steps:,} steps")
     say(f"batch: {cfg.batch_size} rows * {cfg.seq_len} tokens * {world} ranks * {accumulation} micro-steps = "
         f"{cfg.batch_tokens:,} tokens; {steps:,} steps = {steps * cfg.batch_tokens:,} tokens, now {start:,} to {end:,}")
+    if start >= end and not cfg.eval_only:
+        say(f"nothing is left to train: step {start:,} is done; for more raise total_tokens or max_steps")
     say(f"device: {world} x {name}" + ("" if peak or device.type == "cpu" else ", not in PEAK_FLOPS: no MFU"))
 
     def validation():
