@@ -1008,10 +1008,11 @@ def test_train_refuses(shards, tmp_path, flags, words):
     ("--learning_rate=nan", ["learning_rate"]), ("--total_tokens=100", ["total_tokens=100"]), ("--keep=-1", ["keep"]),
     ("--warmup_tokens=5120", ["warmup_tokens=5120"]), ("--seq_len_start=24", ["seq_len_start=24"]),
     ("--seq_len_start=64", ["seq_len_start=64"]), ("--log_interval=0", ["log_interval"]),
+    ("--seq_len_start=8 --warmup_tokens=0", ["seq_len_start=8", "warm-up"]),
 ])
 def test_settings_are_checked(flag, words):
     with pytest.raises(SystemExit) as e:
-        train.check(config.load(train.TrainConfig, [*FLAGS, flag]), 1)
+        train.check(config.load(train.TrainConfig, [*FLAGS, *flag.split()]), 1)
     assert all(word in e.value.code for word in words), e.value.code
     train.check(config.load(train.TrainConfig, FLAGS), 1)
 

@@ -115,6 +115,8 @@ def check(cfg, world):
          f"total_tokens={cfg.total_tokens}: lower warmup_tokens"),
         (start and start not in [cfg.seq_len >> i for i in range(32) if cfg.seq_len % (1 << i) == 0],
          f"seq_len_start={start} must be seq_len={cfg.seq_len} halved some number of times, or 0"),
+        (start and start < cfg.seq_len and cfg.warmup_tokens < cfg.batch_tokens,
+         f"seq_len_start={start} grows over the warm-up, and warmup_tokens={cfg.warmup_tokens} is less than a step"),
         (cfg.mixer == "attention" and cfg.reset_at_eot,
          "attention does not stop at a document's start: set reset_at_eot=False"),
     ):
