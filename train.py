@@ -345,7 +345,7 @@ def check_resume(cfg, meta, checkpoint, path):
 
 def explain(cfg, rank, error):
     """A sentence for what only shows while it runs: no memory, disk, compiler or login; None for any other error."""
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
         lower = ("lower batch_size, accumulation keeps the result the same" if cfg.batch_size > 1 else
                  "lower seq_len" if cfg.checkpoint_blocks else "set checkpoint_blocks=True, or lower seq_len")
         return f"rank {rank} is out of memory at batch_size={cfg.batch_size} and seq_len={cfg.seq_len}: {lower}"
