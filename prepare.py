@@ -110,7 +110,7 @@ class Local:
         self.total = sum(os.path.getsize(path) for paths in self.splits.values() for path in paths)
 
     def fraction(self):
-        return sum(self.read.values()) / self.total
+        return sum(self.read.values()) / max(self.total, 1) # all files may be empty
 
     def documents(self, split, place=None, everywhere=False):
         """The documents of a split from `place` on, of this shard's files or of the files `everywhere`."""
@@ -627,7 +627,7 @@ class Meter:
             self.show()
 
     def fraction(self):
-        return min(max(self.corpus.fraction(), self.train.state["tokens"] / self.train.limit), 1)
+        return min(max(self.corpus.fraction(), self.train.state["tokens"] / max(self.train.limit, 1)), 1)
 
     def show(self):
         self.printed = time.monotonic()

@@ -336,6 +336,7 @@ BAD = { # name of the file: what it holds, and words of the sentence
     "one.txt": (lambda: b"one document", ["one.txt", "two different documents"]),
     "same.jsonl": (lambda: b'{"text": "a"}\n' * 5, ["same.jsonl", "two different documents"]),
     "none.jsonl": (lambda: b"\n", ["none.jsonl", "two different documents"]),
+    "void.jsonl": (lambda: b"", ["void.jsonl", "two different documents"]),
     "table.csv": (lambda: b"text\na\n", ["table.csv", ".parquet"])}
 
 def parquet(columns):
@@ -345,7 +346,7 @@ def parquet(columns):
 
 @pytest.mark.parametrize("name, layout", [ # validation drawn from the file, or a file beside it
     (name, layout) for name in BAD for layout in ("", "train")
-    if not layout or name.split(".")[0] not in ("one", "same", "none", "table")])
+    if not layout or name.split(".")[0] not in ("one", "same", "none", "void", "table")])
 def test_prepare_names_a_bad_file(tmp_path, name, layout):
     content, words = BAD[name]
     folder = tmp_path / "corpus" / layout
