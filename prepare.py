@@ -171,7 +171,7 @@ class Local:
             for batch in f.iter_batches(batch_size=64, columns=[self.text_field]):
                 self.read[path] = self.read.get(path, 0) + size * len(batch) / f.metadata.num_rows
                 yield from (text if isinstance(text, str) else None for text in batch.column(0).to_pylist())
-        except need("pyarrow").ArrowException as error:
+        except (need("pyarrow").ArrowException, OSError, ValueError) as error:
             sys.exit(f"{path}: damaged or not a parquet file ({brief(error)})")
 
     def pieces(self, path):

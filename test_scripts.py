@@ -330,6 +330,8 @@ BAD = { # name of the file: what it holds, and words of the sentence
     "latin.jsonl": (lambda: '{"text": "café"}\n'.encode("latin-1"), ["latin.jsonl:1", "utf-8"]),
     "latin.txt": (lambda: "café".encode("latin-1"), ["latin.txt", "not UTF-8"]),
     "page.parquet": (lambda: b"<!doctype html><html>429</html>", ["page.parquet", "not a parquet file"]),
+    "page_of.parquet": (lambda: flipped(parquet({"text": texts(500)})), ["page_of.parquet", "damaged"]),
+    "latin.parquet": (lambda: parquet({"text": latin()}), ["latin.parquet", "utf-8"]),
     "column.parquet": (lambda: parquet({"content": ["a", "b"]}), ["column.parquet", "'text'", "content"]),
     "null.parquet": (lambda: parquet({"text": ["a", None]}), ["null.parquet, row 1", "'text'"]),
     "number.parquet": (lambda: parquet({"text": [1, 2]}), ["number.parquet, row 0", "'text'"]),
@@ -344,9 +346,16 @@ def parquet(columns):
     pyarrow.parquet.write_table(pyarrow.table(columns), sink)
     return sink.getvalue().to_pybytes()
 
+def flipped(data):
+    return data[:len(data) // 3] + bytes(255 - byte for byte in data[len(data) // 3:][:99]) + data[len(data) // 3 + 99:]
+
+def latin():
+    offsets = np.array([0, 4, 5], np.int32)
+    return pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, *map(pyarrow.py_buffer, (offsets, b"caf\xe9x"))])
+
 @pytest.mark.parametrize("name, layout", [ # validation drawn from the file, or a file beside it
     (name, layout) for name in BAD for layout in ("", "train")
-    if not layout or name.split(".")[0] not in ("one", "same", "none", "void", "table")])
+    if not layout or name.split(".")[0] not in ("page_of", "latin", "one", "same", "none", "void", "table")])
 def test_prepare_names_a_bad_file(tmp_path, name, layout):
     content, words = BAD[name]
     folder = tmp_path / "corpus" / layout
