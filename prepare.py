@@ -204,7 +204,12 @@ def local_files(dataset):
     for split, path in patterns.items():
         pattern = os.path.join(glob.escape(path), "**") if os.path.isdir(path) else path
         found = [path] if os.path.isfile(path) else glob.glob(pattern, recursive=True)
-        splits[split] = sorted(name for name in found if name.endswith(SUFFIXES))
+        for name in found:
+            if not os.access(name, os.R_OK) and (os.path.isdir(name) or name.endswith(SUFFIXES)):
+                sys.exit(f"{name}: cannot be read, or points nowhere")
+            if name.endswith(SUFFIXES) and not os.path.isfile(name) and not os.path.isdir(name):
+                sys.exit(f"{name}: a pipe or a device, not a file: its text has to be read twice")
+        splits[split] = sorted(name for name in found if name.endswith(SUFFIXES) and os.path.isfile(name))
         if not splits[split]:
             sys.exit(f"{path}: no {', '.join(SUFFIXES)} files there")
     return root, splits

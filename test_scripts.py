@@ -31,7 +31,7 @@ import zstandard
 
 import config
 import train
-from prepare import load_tokenizer
+from prepare import data_name, load_tokenizer, local_files
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
@@ -365,6 +365,16 @@ def test_prepare_names_a_bad_file(tmp_path, name, layout):
         jsonl(tmp_path / "corpus" / "validation" / "a.jsonl", ["x"])
     refused(prepare(tmp_path / "corpus" if layout else folder / name, tmp_path / "out"), *words)
     assert not (tmp_path / "out" / "meta.json").exists()
+
+def test_prepare_takes_files_only(tmp_path):
+    (tmp_path / "a.parquet").mkdir() # as Spark writes it
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), tmp_path / "a.parquet" / "part-0.parquet")
+    assert list(map(os.path.basename, local_files(str(tmp_path))[1][""])) == ["part-0.parquet"]
+    for make, words in ((os.mkfifo, "b.txt: a pipe"), (lambda path: os.symlink("nowhere", path), "b.txt: cannot be read")):
+        make(tmp_path / "b.txt")
+        with pytest.raises(SystemExit, match=words):
+            local_files(str(tmp_path))
+        os.remove(tmp_path / "b.txt")
 
 @pytest.mark.parametrize("flags, words", [
     (["--dataset=no/such/folder/"], ["no/such/folder", "no such"]),
