@@ -682,7 +682,8 @@ def is_local(dataset):
 
 def data_name(dataset):
     """The last part of a name, a path or a glob (there: before the wild cards), without a file's suffix."""
-    path = os.path.abspath(os.path.expanduser(re.split(r"[^/]*[*?[]", dataset)[0]))
+    path = os.path.expanduser(dataset)
+    path = os.path.abspath(path if os.path.exists(path) else re.split(r"[^/]*[*?[]", path)[0])
     return re.sub(r"\.(jsonl|jsonl\.zst|parquet|txt)$", "", os.path.basename(path))
 
 def cores():

@@ -366,6 +366,13 @@ def test_prepare_names_a_bad_file(tmp_path, name, layout):
     refused(prepare(tmp_path / "corpus" if layout else folder / name, tmp_path / "out"), *words)
     assert not (tmp_path / "out" / "meta.json").exists()
 
+def test_prepare_names_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a[1]").mkdir()
+    for dataset, name in (("a[1]", "a[1]"), ("a[1]/../a[1]/", "a[1]"), ("a/b/*.jsonl", "b"), ("a/b?/**/c.txt", "a"),
+                          ("x.jsonl.zst", "x"), (".", tmp_path.name), ("someone/corpus", "corpus")):
+        assert data_name(dataset) == name
+
 def test_prepare_takes_files_only(tmp_path):
     (tmp_path / "a.parquet").mkdir() # as Spark writes it
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), tmp_path / "a.parquet" / "part-0.parquet")
