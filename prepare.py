@@ -492,9 +492,13 @@ def write_json(folder, name, value):
 def read_json(folder, name):
     try:
         with open(os.path.join(folder, name)) as f:
-            return json.load(f)
+            return (value := json.load(f)) | {"settings": value["settings"]}
+    except FileNotFoundError:
+        sys.exit(f"{os.path.join(folder, name)}: missing, it is written last: is the folder right, and finished?")
     except (OSError, ValueError) as error:
         sys.exit(f"{os.path.join(folder, name)}: can't be read ({brief(error)})")
+    except (TypeError, KeyError):
+        sys.exit(f"{os.path.join(folder, name)}: not prepare.py's, choose another folder")
 
 def write_meta(folder, enc, settings, writers):
     """Completes a folder."""

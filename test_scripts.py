@@ -201,7 +201,9 @@ def test_prepare_complete_folder(stdlib_data, tmp_path):
     refused(run(script, "--verify=True", f"--out_dir={copy}"), "train_00000.bin", "altered")
     (copy / "train_00000.bin").unlink()
     refused(run(script, "--verify=True", f"--out_dir={copy}"), "train_00000.bin", "missing")
-    refused(run(script, "--verify=True", f"--out_dir={tmp_path}"), "meta.json")
+    refused(run(script, "--verify=True", f"--out_dir={tmp_path}"), "meta.json: missing", "finished")
+    (tmp_path / "meta.json").write_text('{"shards": {}}')
+    refused(run(script, "--verify=True", f"--out_dir={tmp_path}"), "meta.json: not prepare.py's")
 
 def test_prepare_every_format_gives_the_same_documents(tmp_path):
     documents = texts(60)
@@ -398,7 +400,7 @@ def test_prepare_takes_files_only(tmp_path):
     (["--num_proc=-1"], ["--num_proc=-1"]),
     (["--out_dir=prepare.py"], ["prepare.py"]),
     (["--tokeniser=gpt2"], ["tokeniser", "tokenizer"]),
-    (["--merge=no/such"], ["no/such", "meta.json"])])
+    (["--merge=no/such"], ["no/such/meta.json", "finished"])])
 def test_prepare_refuses(tmp_path, flags, words):
     refused(run("prepare.py", f"--out_dir={tmp_path}", "--num_proc=1", *flags, env={"HF_HUB_OFFLINE": "1"}), *words)
 
