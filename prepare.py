@@ -492,7 +492,9 @@ def write_json(folder, name, value):
 def read_json(folder, name):
     try:
         with open(os.path.join(folder, name)) as f:
-            return (value := json.load(f)) | {"settings": value["settings"]}
+            value = json.load(f)
+        value["settings"] # which each of our files has
+        return value
     except FileNotFoundError:
         sys.exit(f"{os.path.join(folder, name)}: missing, it is written last: is the folder right, and finished?")
     except (OSError, ValueError) as error:
