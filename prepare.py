@@ -14,6 +14,7 @@ killed goes on where progress.json says when the same command is given again, an
 Speed is tiktoken's, 3 to 10 MB/s of text a core; memory is bounded, by a few MB of text a worker and the
 longest record.
 """
+import fcntl
 import glob
 import hashlib
 import importlib
@@ -32,6 +33,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL) # Ctrl-C while the rest is imported
 
 import numpy as np
 import tiktoken
@@ -596,6 +600,12 @@ def prepare(cfg, folder):
 def begin(folder, settings):
     """progress.json of the run to go on with, None for a new one; exits if it is complete or another's."""
     os.makedirs(folder, exist_ok=True)
+    try:
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB) # until this process ends
+    except BlockingIOError:
+        sys.exit(f"{folder}: another run is writing there, wait for its end or choose another --out_dir")
+    except OSError:
+        pass # a disk without locks
     for name in ("meta.json", "progress.json"):
         if os.path.exists(os.path.join(folder, name)):
             found = read_json(folder, name)
@@ -721,6 +731,7 @@ def main():
     index, count = part_of(cfg.shard)
     part = f"-{index}of{count}" if count > 1 else ""
     folder = cfg.out_dir or os.path.join("data", f"{data_name(cfg.dataset)}-{cfg.tokenizer}{part}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if cfg.merge:
             merge(cfg)

@@ -532,6 +532,11 @@ def test_prepare_interrupted_and_a_worker_killed(tmp_path):
     jsonl(tmp_path / "a.jsonl", texts(3000) * 4)
     flags = (f"--dataset={tmp_path / 'a.jsonl'}", f"--out_dir={tmp_path / 'out'}", "--num_proc=2",
              "--shard_tokens=50000")
+    (tmp_path / "out").mkdir()
+    lock = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    refused(run("prepare.py", *flags), "another run is writing there")
+    os.close(lock)
     for worker_killed in (False, True):
         p = start(*flags)
         wait_for(lambda: len(list((tmp_path / "out").glob("*.bin"))) >= 5 + 5 * worker_killed)
