@@ -490,11 +490,11 @@ def plot(path, pattern):
     import matplotlib.pyplot as plt
     figure, (axes, by_position) = plt.subplots(1, 2, figsize=(14, 5))
     for log in logs:
-        with open(log) as f:
-            try:
+        try:
+            with open(log) as f:
                 records = [r for r in map(json.loads, f) if "step" in r] # the first line holds the config
-            except ValueError:
-                sys.exit(f"{log}: not a log.jsonl of train.py")
+        except (OSError, ValueError, TypeError) as error:
+            sys.exit(f"{log}: not a log.jsonl of train.py ({brief(error)})")
         def curve(key): # null is a number that was not finite
             return np.array([(r["tokens"] / 1e6, r[key]) for r in records if r.get(key) is not None]).reshape(-1, 2).T
         name = os.path.basename(os.path.dirname(log)) or log

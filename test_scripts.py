@@ -1550,6 +1550,7 @@ def test_bench_draws_the_curves_of_runs(tmp_path):
         return refused(p, "--plot", "pip install matplotlib")
     assert p.returncode == 0 and "2 runs" in p.stdout, p.stderr
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+    refused(run("bench.py", f"--plot={picture}", f"--logs={tmp_path}/out/*"), "out/a: not a log.jsonl")
 
 def test_bench_refuses_what_it_cannot_do(tmp_path):
     cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"),
