@@ -724,6 +724,7 @@ def file_sha256(path):
     return sha256
 
 def main():
+    sys.stdout and sys.stdout.reconfigure(errors="replace") # for a terminal that lacks a character of a path
     cfg = config.load(PrepareConfig)
     for key, least in (("total_tokens", 1), ("val_tokens", 1), ("shard_tokens", 1), ("num_proc", 0)):
         if getattr(cfg, key) < least:

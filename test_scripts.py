@@ -220,7 +220,7 @@ def test_prepare_every_format_gives_the_same_documents(tmp_path):
     out = tmp_path / "a.out"
     assert sorted(documents_of(out, "train") + documents_of(out, "val")) == sorted(documents)
     assert len(documents_of(out, "val")) == 1 # at least one, though none of these is 1 in 200
-    meta = prepared(tmp_path / "*" / "[ab].jsonl*", tmp_path / "glob")
+    meta = prepared(tmp_path / "*" / "[ab].jsonl*", tmp_path / "雪", env={"PYTHONIOENCODING": "ascii"})
     assert (meta["train_documents"], meta["val_documents"]) == (118, 2) # both copies of one text
     p = run(os.path.join(ROOT, "prepare.py"), "--dataset=a", "--num_proc=1", cwd=tmp_path)
     assert p.returncode == 0 and (tmp_path / "data" / "a-bytes" / "meta.json").exists()
@@ -985,7 +985,8 @@ def test_resume_falls_back_and_repeats_the_curve(shards, whole, tmp_path):
     p = trained(shards, out, "--resume=True", "--eval_interval=5")
     assert p.returncode == 0 and "ckpt_20.pt is damaged" in p.stdout and f"continuing from {out}/ckpt_10.pt" in p.stdout
     same_curve(log_of(out), log_of(whole))
-    p = trained(shards, out, "--resume=True", "--max_steps=15")
+    out = out.rename(tmp_path / "雪")
+    p = trained(shards, out, "--resume=True", "--max_steps=15", env={"PYTHONIOENCODING": "ascii"})
     assert p.returncode == 0 and "nothing is left to train: step 20 is done" in p.stdout
     assert list(log_of(out))[-1] == train.load_checkpoint(str(out))[0]["step"] == 20
 

@@ -420,6 +420,7 @@ if __name__ == "__main__":
     # ranks
 
     started = time.time()
+    sys.stdout and sys.stdout.reconfigure(errors="replace") # for a terminal that lacks a character of a path
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0)) # set by torchrun
     world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
