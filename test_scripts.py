@@ -1515,6 +1515,12 @@ def test_bench_of_one_config_and_one_table(tmp_path):
     assert re.findall("^(operators|training step|generation|memory)", p.stdout, re.M) == ["memory"]
     assert len(re.findall(r"^tiny +\d+ ", p.stdout, re.M)) == 4 # lengths
 
+def test_bench_names_what_it_measures():
+    import bench
+    for flag, names in (("--n_layer=1", ["gla", "gdn", "attention"]), ("--mixer=gdn", ["gdn"])):
+        cfgs = bench.models([flag])
+        assert list(cfgs) == [f"tiny {name}" for name in names] and [cfg.mixer for cfg in cfgs.values()] == names
+
 def test_bench_counts_what_is_saved():
     import bench
     x = torch.ones(1000, requires_grad=True)
@@ -1554,7 +1560,7 @@ def test_bench_draws_the_curves_of_runs(tmp_path):
     refused(run("bench.py", f"--plot={picture}", f"--logs={tmp_path}/out/*"), "out/a: not a log.jsonl")
 
 def test_bench_refuses_what_it_cannot_do(tmp_path):
-    cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"),
+    cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"), ("--seq_len=0",): ("--seq_len=0", "at least 1"),
              (f"--json={tmp_path}/none/rows.jsonl",): ("none/rows.jsonl", "No such file"),
              (f"--plot={tmp_path}/loss.png", f"--logs={tmp_path}/*.jsonl"): (str(tmp_path), "no such file")}
     for p, words in zip(two_at_a_time(lambda *flags: run("bench.py", *flags), cases), cases.values()):
