@@ -520,7 +520,7 @@ if __name__ == "__main__":
     ddp = raw
     if world > 1:
         ddp = DistributedDataParallel(raw, device_ids=[local_rank] if device.type == "cuda" else None,
-                                      broadcast_buffers=False, gradient_as_bucket_view=True)
+                                      gradient_as_bucket_view=True)
 
     n_rows, rows = splits["train"].first[-1], cfg.batch_tokens // cfg.seq_len # of the data, of a step
     accumulation = rows // (cfg.batch_size * world)
