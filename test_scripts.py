@@ -661,6 +661,9 @@ def faulty_update(self, *args):
 def faulty_forward(self, *args):
     logits, loss = forward(self, *args)
     if here and torch.is_grad_enabled() and (done == step - 1 or fault == "nans" and done >= step - 1):
+        if fault == "compiler": # Ctrl-C while it compiles
+            os.kill(os.getpid(), signal.SIGINT)
+            raise RuntimeError("g++ was ended by signal 2")
         if fault == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory")
         loss = loss * float("nan")
@@ -948,6 +951,9 @@ def test_ten_dropped_steps_stop_the_run(shards, faulty, tmp_path):
                                          (("--batch_size=1", "--checkpoint_blocks=True"), "lower seq_len")])
 def test_out_of_memory_says_what_to_lower(shards, faulty, tmp_path, flags, word):
     refused(trained(shards, tmp_path / "out", *flags, prefix=(faulty, "oom", 0, 2)), "out of memory", word)
+
+def test_ctrl_c_while_it_compiles(shards, faulty, tmp_path):
+    refused(trained(shards, tmp_path / "out", prefix=(faulty, "compiler", 0, 2)), "asked to stop", "RuntimeError", "resume")
 
 def test_damaged_checkpoint_falls_back(whole, tmp_path):
     """Torn at any length, altered in any bit: what loads is the newest file's values or the one before, no others."""

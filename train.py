@@ -455,8 +455,13 @@ if __name__ == "__main__":
         mine = sorted(meta["shards"].items())[local_rank::local_world] # each node hashes its own copy of the shards
         verify_shards(cfg.data_dir, mine, max(1, os.cpu_count() // local_world))
 
+    asked_to_stop = False
+
     def say_or_trace(kind, error, trace):
         sentence = explain(cfg, rank, error)
+        if asked_to_stop and not sentence: # a terminal's Ctrl-C goes to the compilers that this process runs as well
+            sentence = (f"asked to stop, and the step could not be finished ({kind.__name__}): continue with "
+                        "--resume=True")
         print(sentence, file=sys.stderr) if sentence else sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = say_or_trace
@@ -578,8 +583,6 @@ if __name__ == "__main__":
 
     # ------------------------------------------------------------------------------------------------------------------
     # training
-
-    asked_to_stop = False
 
     def ask_to_stop(signum, frame):
         global asked_to_stop
