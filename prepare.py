@@ -611,6 +611,9 @@ def begin(folder, settings):
             found = read_json(folder, name)
             for key, value in settings.items():
                 before = found.get("settings", {}).get(key)
+                if before != value and key == "source":
+                    sys.exit(f"{folder}: the names or sizes of its source files are others now, choose another "
+                             "--out_dir or remove the folder")
                 if before != value:
                     sys.exit(f"{folder}: made with {key}={before!r}, which is {value!r} now, choose another "
                              "--out_dir or remove the folder")

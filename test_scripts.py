@@ -257,7 +257,7 @@ def test_prepare_draws_validation_by_hash(tmp_path):
     prepared(tmp_path / "a", tmp_path / "out2")
     assert set(val) <= set(documents_of(tmp_path / "out2", "val"))
     assert not set(train) & set(documents_of(tmp_path / "out2", "val"))
-    refused(prepare(tmp_path / "a", tmp_path / "out"), "source") # not the files it was made of
+    refused(prepare(tmp_path / "a", tmp_path / "out"), "source files", "--out_dir") # not those it was made of
 
 TRICKY = {
     "spaces": " " * 10**6, "spaces before text": " " * 10**6 + "end", "spaces inside": "a" + " " * 2_500_000 + "\nb",
