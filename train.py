@@ -339,7 +339,7 @@ def check_resume(cfg, meta, checkpoint, path):
         sys.exit(f"{path} was trained on {checkpoint['tokenizer']} tokens, {cfg.data_dir} holds {meta['tokenizer']} "
                  "tokens: set another data_dir or out_dir")
     if not cfg.eval_only and "batch_tokens" in changed: # step and data order, and so the schedule, count in them
-        sys.exit(f"{path} counts steps of batch_tokens={saved['batch_tokens']}, not {cfg.batch_tokens}: use its value "
+        sys.exit(f"{path} counts steps of batch_tokens={changed['batch_tokens'][0]}, not {cfg.batch_tokens}: use its value "
                  "or another out_dir")
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key != "resume")
 
@@ -492,15 +492,15 @@ if __name__ == "__main__":
                 start, seen, run_id = checkpoint["step"], checkpoint["tokens"], checkpoint["run_id"]
                 say(f"continuing from {path}" + (f", changed settings: {changed}" if changed else ""))
                 raw.load_state_dict(checkpoint["model"])
-                # the moments alone: learning rate, betas and decay are the config's
-                optimizer.load_state_dict({"state": checkpoint["optimizer"]["state"],
-                                           "param_groups": optimizer.state_dict()["param_groups"]})
+                moments = checkpoint["optimizer"]["state"]
             except (KeyError, RuntimeError) as error:
                 sys.exit(f"{path} does not fit this train.py and model.py ({str(error).splitlines()[0]}): set another "
                          "out_dir")
+            # the moments alone: learning rate, betas and decay are the config's
+            optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
         elif cfg.resume:
             say(f"{cfg.out_dir} holds no checkpoint, starting at step 0")
-        checkpoint = None # frees its memory
+        checkpoint = moments = None # frees their memory
     with all_or_none():
         if len(set(everyone(start))) > 1:
             sys.exit(f"the ranks see different checkpoints in {cfg.out_dir}: put it on a disk that all nodes share")
