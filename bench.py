@@ -519,11 +519,11 @@ def plot(path, pattern):
     import matplotlib.pyplot as plt
     figure, (axes, by_position) = plt.subplots(1, 2, figsize=(14, 5))
     for log in logs:
-        with open(log) as f:
-            try:
+        try:
+            with open(log) as f:
                 records = [r for r in map(json.loads, f) if "step" in r] # the first line holds the config
-            except ValueError:
-                sys.exit(f"{log}: not a log.jsonl of train.py")
+        except (OSError, ValueError, TypeError) as error:
+            sys.exit(f"{log}: not a log.jsonl of train.py ({brief(error)})")
         def curve(key): # null is a number that was not finite
             return np.array([(r["tokens"] / 1e6, r[key]) for r in records if r.get(key) is not None]).reshape(-1, 2).T
         name = os.path.basename(os.path.dirname(log)) or log
@@ -557,14 +557,18 @@ def models(argv):
         return {name: config.load(BenchConfig, [f"{folder}/{name}.py", *argv])
                 for name in ("gla_340m", "gdn_340m", "transformer_340m")}
     changes = {"gla": ["--conv_size=0"], "gdn": ["--conv_size=4"], "attention": ["--conv_size=0", "--reset_at_eot=False"]}
-    return {f"tiny {mixer}": config.load(BenchConfig, [f"{folder}/tiny.py", f"--mixer={mixer}", "--expect_params=0", *flags, *argv])
+    cfgs = {mixer: config.load(BenchConfig, [f"{folder}/tiny.py", f"--mixer={mixer}", "--expect_params=0", *flags, *argv])
             for mixer, flags in changes.items()}
+    return {f"tiny {mixer}": cfg for mixer, cfg in cfgs.items() if cfg.mixer == mixer or cfg.mixer not in changes}
 
 def main():
     cfgs = models(sys.argv[1:])
     cfg = next(iter(cfgs.values()))
     if cfg.plot:
         return plot(cfg.plot, cfg.logs)
+    for key in "n_layer n_head n_embd d_key d_value d_mlp vocab_size seq_len batch_size".split():
+        if getattr(cfg, key) < 1:
+            sys.exit(f"--{key}={getattr(cfg, key)}: at least 1")
     if cfg.what not in ("", *BENCHES):
         sys.exit(f"--what={cfg.what}: one of {', '.join(BENCHES)}, or nothing for all of them")
     report = Report(cfg.json)

@@ -14,6 +14,7 @@ killed goes on where progress.json says when the same command is given again, an
 Speed is tiktoken's, 3 to 10 MB/s of text a core; memory is bounded, by a few MB of text a worker and the
 longest record.
 """
+import fcntl
 import glob
 import hashlib
 import importlib
@@ -32,6 +33,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL) # Ctrl-C while the rest is imported
 
 import numpy as np
 import tiktoken
@@ -110,7 +114,7 @@ class Local:
         self.total = sum(os.path.getsize(path) for paths in self.splits.values() for path in paths)
 
     def fraction(self):
-        return sum(self.read.values()) / self.total
+        return sum(self.read.values()) / max(self.total, 1) # all files may be empty
 
     def documents(self, split, place=None, everywhere=False):
         """The documents of a split from `place` on, of this shard's files or of the files `everywhere`."""
@@ -171,7 +175,7 @@ class Local:
             for batch in f.iter_batches(batch_size=64, columns=[self.text_field]):
                 self.read[path] = self.read.get(path, 0) + size * len(batch) / f.metadata.num_rows
                 yield from (text if isinstance(text, str) else None for text in batch.column(0).to_pylist())
-        except need("pyarrow").ArrowException as error:
+        except (need("pyarrow").ArrowException, OSError, ValueError) as error:
             sys.exit(f"{path}: damaged or not a parquet file ({brief(error)})")
 
     def pieces(self, path):
@@ -204,7 +208,12 @@ def local_files(dataset):
     for split, path in patterns.items():
         pattern = os.path.join(glob.escape(path), "**") if os.path.isdir(path) else path
         found = [path] if os.path.isfile(path) else glob.glob(pattern, recursive=True)
-        splits[split] = sorted(name for name in found if name.endswith(SUFFIXES))
+        for name in found:
+            if not os.access(name, os.R_OK) and (os.path.isdir(name) or name.endswith(SUFFIXES)):
+                sys.exit(f"{name}: cannot be read, or points nowhere")
+            if name.endswith(SUFFIXES) and not os.path.isfile(name) and not os.path.isdir(name):
+                sys.exit(f"{name}: a pipe or a device, not a file: its text has to be read twice")
+        splits[split] = sorted(name for name in found if name.endswith(SUFFIXES) and os.path.isfile(name))
         if not splits[split]:
             sys.exit(f"{path}: no {', '.join(SUFFIXES)} files there")
     return root, splits
@@ -487,9 +496,15 @@ def write_json(folder, name, value):
 def read_json(folder, name):
     try:
         with open(os.path.join(folder, name)) as f:
-            return json.load(f)
+            value = json.load(f)
+        value["settings"] # which each of our files has
+        return value
+    except FileNotFoundError:
+        sys.exit(f"{os.path.join(folder, name)}: missing, it is written last: is the folder right, and finished?")
     except (OSError, ValueError) as error:
         sys.exit(f"{os.path.join(folder, name)}: can't be read ({brief(error)})")
+    except (TypeError, KeyError):
+        sys.exit(f"{os.path.join(folder, name)}: not prepare.py's, choose another folder")
 
 def write_meta(folder, enc, settings, writers):
     """Completes a folder."""
@@ -585,11 +600,20 @@ def prepare(cfg, folder):
 def begin(folder, settings):
     """progress.json of the run to go on with, None for a new one; exits if it is complete or another's."""
     os.makedirs(folder, exist_ok=True)
+    try:
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB) # until this process ends
+    except BlockingIOError:
+        sys.exit(f"{folder}: another run is writing there, wait for its end or choose another --out_dir")
+    except OSError:
+        pass # a disk without locks
     for name in ("meta.json", "progress.json"):
         if os.path.exists(os.path.join(folder, name)):
             found = read_json(folder, name)
             for key, value in settings.items():
                 before = found.get("settings", {}).get(key)
+                if before != value and key == "source":
+                    sys.exit(f"{folder}: the names or sizes of its source files are others now, choose another "
+                             "--out_dir or remove the folder")
                 if before != value:
                     sys.exit(f"{folder}: made with {key}={before!r}, which is {value!r} now, choose another "
                              "--out_dir or remove the folder")
@@ -627,7 +651,7 @@ class Meter:
             self.show()
 
     def fraction(self):
-        return min(max(self.corpus.fraction(), self.train.state["tokens"] / self.train.limit), 1)
+        return min(max(self.corpus.fraction(), self.train.state["tokens"] / max(self.train.limit, 1)), 1)
 
     def show(self):
         self.printed = time.monotonic()
@@ -677,7 +701,8 @@ def is_local(dataset):
 
 def data_name(dataset):
     """The last part of a name, a path or a glob (there: before the wild cards), without a file's suffix."""
-    path = os.path.abspath(os.path.expanduser(re.split(r"[^/]*[*?[]", dataset)[0]))
+    path = os.path.expanduser(dataset)
+    path = os.path.abspath(path if os.path.exists(path) else re.split(r"[^/]*[*?[]", path)[0])
     return re.sub(r"\.(jsonl|jsonl\.zst|parquet|txt)$", "", os.path.basename(path))
 
 def cores():
@@ -702,6 +727,7 @@ def file_sha256(path):
     return sha256
 
 def main():
+    sys.stdout and sys.stdout.reconfigure(errors="replace") # for a terminal that lacks a character of a path
     cfg = config.load(PrepareConfig)
     for key, least in (("total_tokens", 1), ("val_tokens", 1), ("shard_tokens", 1), ("num_proc", 0)):
         if getattr(cfg, key) < least:
@@ -709,6 +735,7 @@ def main():
     index, count = part_of(cfg.shard)
     part = f"-{index}of{count}" if count > 1 else ""
     folder = cfg.out_dir or os.path.join("data", f"{data_name(cfg.dataset)}-{cfg.tokenizer}{part}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if cfg.merge:
             merge(cfg)

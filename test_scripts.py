@@ -5,6 +5,7 @@ The scripts as their users run them: subprocesses, real files, kills, two ranks 
     TIKTOKEN_CACHE_DIR=DIR pytest test_scripts.py               # also what needs the GPT-2 vocabulary offline
 """
 import dataclasses
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -30,7 +31,7 @@ import zstandard
 
 import config
 import train
-from prepare import load_tokenizer
+from prepare import data_name, load_tokenizer, local_files
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 
@@ -200,7 +201,9 @@ def test_prepare_complete_folder(stdlib_data, tmp_path):
     refused(run(script, "--verify=True", f"--out_dir={copy}"), "train_00000.bin", "altered")
     (copy / "train_00000.bin").unlink()
     refused(run(script, "--verify=True", f"--out_dir={copy}"), "train_00000.bin", "missing")
-    refused(run(script, "--verify=True", f"--out_dir={tmp_path}"), "meta.json")
+    refused(run(script, "--verify=True", f"--out_dir={tmp_path}"), "meta.json: missing", "finished")
+    (tmp_path / "meta.json").write_text('{"shards": {}}')
+    refused(run(script, "--verify=True", f"--out_dir={tmp_path}"), "meta.json: not prepare.py's")
 
 def test_prepare_every_format_gives_the_same_documents(tmp_path):
     documents = texts(60)
@@ -217,7 +220,7 @@ def test_prepare_every_format_gives_the_same_documents(tmp_path):
     out = tmp_path / "a.out"
     assert sorted(documents_of(out, "train") + documents_of(out, "val")) == sorted(documents)
     assert len(documents_of(out, "val")) == 1 # at least one, though none of these is 1 in 200
-    meta = prepared(tmp_path / "*" / "[ab].jsonl*", tmp_path / "glob")
+    meta = prepared(tmp_path / "*" / "[ab].jsonl*", tmp_path / "雪", env={"PYTHONIOENCODING": "ascii"})
     assert (meta["train_documents"], meta["val_documents"]) == (118, 2) # both copies of one text
     p = run(os.path.join(ROOT, "prepare.py"), "--dataset=a", "--num_proc=1", cwd=tmp_path)
     assert p.returncode == 0 and (tmp_path / "data" / "a-bytes" / "meta.json").exists()
@@ -254,7 +257,7 @@ def test_prepare_draws_validation_by_hash(tmp_path):
     prepared(tmp_path / "a", tmp_path / "out2")
     assert set(val) <= set(documents_of(tmp_path / "out2", "val"))
     assert not set(train) & set(documents_of(tmp_path / "out2", "val"))
-    refused(prepare(tmp_path / "a", tmp_path / "out"), "source") # not the files it was made of
+    refused(prepare(tmp_path / "a", tmp_path / "out"), "source files", "--out_dir") # not those it was made of
 
 TRICKY = {
     "spaces": " " * 10**6, "spaces before text": " " * 10**6 + "end", "spaces inside": "a" + " " * 2_500_000 + "\nb",
@@ -329,12 +332,15 @@ BAD = { # name of the file: what it holds, and words of the sentence
     "latin.jsonl": (lambda: '{"text": "café"}\n'.encode("latin-1"), ["latin.jsonl:1", "utf-8"]),
     "latin.txt": (lambda: "café".encode("latin-1"), ["latin.txt", "not UTF-8"]),
     "page.parquet": (lambda: b"<!doctype html><html>429</html>", ["page.parquet", "not a parquet file"]),
+    "page_of.parquet": (lambda: flipped(parquet({"text": texts(500)})), ["page_of.parquet", "damaged"]),
+    "latin.parquet": (lambda: parquet({"text": latin()}), ["latin.parquet", "utf-8"]),
     "column.parquet": (lambda: parquet({"content": ["a", "b"]}), ["column.parquet", "'text'", "content"]),
     "null.parquet": (lambda: parquet({"text": ["a", None]}), ["null.parquet, row 1", "'text'"]),
     "number.parquet": (lambda: parquet({"text": [1, 2]}), ["number.parquet, row 0", "'text'"]),
     "one.txt": (lambda: b"one document", ["one.txt", "two different documents"]),
     "same.jsonl": (lambda: b'{"text": "a"}\n' * 5, ["same.jsonl", "two different documents"]),
     "none.jsonl": (lambda: b"\n", ["none.jsonl", "two different documents"]),
+    "void.jsonl": (lambda: b"", ["void.jsonl", "two different documents"]),
     "table.csv": (lambda: b"text\na\n", ["table.csv", ".parquet"])}
 
 def parquet(columns):
@@ -342,9 +348,16 @@ def parquet(columns):
     pyarrow.parquet.write_table(pyarrow.table(columns), sink)
     return sink.getvalue().to_pybytes()
 
+def flipped(data):
+    return data[:len(data) // 3] + bytes(255 - byte for byte in data[len(data) // 3:][:99]) + data[len(data) // 3 + 99:]
+
+def latin():
+    offsets = np.array([0, 4, 5], np.int32)
+    return pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, *map(pyarrow.py_buffer, (offsets, b"caf\xe9x"))])
+
 @pytest.mark.parametrize("name, layout", [ # validation drawn from the file, or a file beside it
     (name, layout) for name in BAD for layout in ("", "train")
-    if not layout or name.split(".")[0] not in ("one", "same", "none", "table")])
+    if not layout or name.split(".")[0] not in ("page_of", "latin", "one", "same", "none", "void", "table")])
 def test_prepare_names_a_bad_file(tmp_path, name, layout):
     content, words = BAD[name]
     folder = tmp_path / "corpus" / layout
@@ -354,6 +367,23 @@ def test_prepare_names_a_bad_file(tmp_path, name, layout):
         jsonl(tmp_path / "corpus" / "validation" / "a.jsonl", ["x"])
     refused(prepare(tmp_path / "corpus" if layout else folder / name, tmp_path / "out"), *words)
     assert not (tmp_path / "out" / "meta.json").exists()
+
+def test_prepare_names_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a[1]").mkdir()
+    for dataset, name in (("a[1]", "a[1]"), ("a[1]/../a[1]/", "a[1]"), ("a/b/*.jsonl", "b"), ("a/b?/**/c.txt", "a"),
+                          ("x.jsonl.zst", "x"), (".", tmp_path.name), ("someone/corpus", "corpus")):
+        assert data_name(dataset) == name
+
+def test_prepare_takes_files_only(tmp_path):
+    (tmp_path / "a.parquet").mkdir() # as Spark writes it
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), tmp_path / "a.parquet" / "part-0.parquet")
+    assert list(map(os.path.basename, local_files(str(tmp_path))[1][""])) == ["part-0.parquet"]
+    for make, words in ((os.mkfifo, "b.txt: a pipe"), (lambda path: os.symlink("nowhere", path), "b.txt: cannot be read")):
+        make(tmp_path / "b.txt")
+        with pytest.raises(SystemExit, match=words):
+            local_files(str(tmp_path))
+        os.remove(tmp_path / "b.txt")
 
 @pytest.mark.parametrize("flags, words", [
     (["--dataset=no/such/folder/"], ["no/such/folder", "no such"]),
@@ -370,7 +400,7 @@ def test_prepare_names_a_bad_file(tmp_path, name, layout):
     (["--num_proc=-1"], ["--num_proc=-1"]),
     (["--out_dir=prepare.py"], ["prepare.py"]),
     (["--tokeniser=gpt2"], ["tokeniser", "tokenizer"]),
-    (["--merge=no/such"], ["no/such", "meta.json"])])
+    (["--merge=no/such"], ["no/such/meta.json", "finished"])])
 def test_prepare_refuses(tmp_path, flags, words):
     refused(run("prepare.py", f"--out_dir={tmp_path}", "--num_proc=1", *flags, env={"HF_HUB_OFFLINE": "1"}), *words)
 
@@ -502,6 +532,11 @@ def test_prepare_interrupted_and_a_worker_killed(tmp_path):
     jsonl(tmp_path / "a.jsonl", texts(3000) * 4)
     flags = (f"--dataset={tmp_path / 'a.jsonl'}", f"--out_dir={tmp_path / 'out'}", "--num_proc=2",
              "--shard_tokens=50000")
+    (tmp_path / "out").mkdir()
+    lock = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    refused(run("prepare.py", *flags), "another run is writing there")
+    os.close(lock)
     for worker_killed in (False, True):
         p = start(*flags)
         wait_for(lambda: len(list((tmp_path / "out").glob("*.bin"))) >= 5 + 5 * worker_killed)
@@ -626,6 +661,9 @@ def faulty_update(self, *args):
 def faulty_forward(self, *args):
     logits, loss = forward(self, *args)
     if here and torch.is_grad_enabled() and (done == step - 1 or fault == "nans" and done >= step - 1):
+        if fault == "compiler": # Ctrl-C while it compiles
+            os.kill(os.getpid(), signal.SIGINT)
+            raise RuntimeError("g++ was ended by signal 2")
         if fault == "oom":
             raise torch.OutOfMemoryError("CUDA out of memory")
         loss = loss * float("nan")
@@ -726,10 +764,18 @@ def test_evaluation_does_not_change_training(shards, whole, tmp_path):
     same_curve(log_of(tmp_path / "out"), log_of(whole))
     assert log_of(tmp_path / "out")[20]["val_loss"] == log_of(whole)[20]["val_loss"]
     assert sorted(f.name for f in (tmp_path / "out").glob("ckpt*")) == ["ckpt_15.pt", "ckpt_20.pt"]
+    lock = os.open(tmp_path / "out", os.O_RDONLY) # while a run trains there, and saves
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    (tmp_path / "out" / "ckpt_25.pt.tmp").touch()
     p = trained(shards, tmp_path / "out", "--eval_only=True")
     assert p.returncode == 0 and f"val_loss {log_of(whole)[20]['val_loss']:.4f}" in p.stdout
+    assert (tmp_path / "out" / "ckpt_25.pt.tmp").exists()
+    refused(trained(shards, tmp_path / "out", "--resume=True"), "another run", "another out_dir")
+    os.close(lock)
     p = trained(shards, tmp_path / "out", "--resume=True", "--n_embd=64")
     refused(p, "n_embd=32", "n_embd=64")
+    torch.save({"model": {}}, tmp_path / "out" / "ckpt_30.pt") # someone else's
+    refused(trained(shards, tmp_path / "out", "--resume=True"), "ckpt_30.pt does not fit")
     refused(trained(shards, tmp_path / "out"), "holds checkpoints", "--resume=True")
 
 def test_loss_by_position(shards, whole, tmp_path):
@@ -850,20 +896,35 @@ def test_sigterm_saves_and_exits_0(shards, faulty, tmp_path, who):
     assert "asked to stop: saved step" in p.stdout
     assert list(log_of(tmp_path / "out"))[-1] == train.load_checkpoint(str(tmp_path / "out"))[0]["step"] == 8
 
-def test_sigint_from_outside(shards, tmp_path):
-    """A Ctrl-C, and more of them while it saves."""
+@pytest.mark.parametrize("tee", [False, True])
+def test_sigint_from_outside(shards, tmp_path, tee):
+    """A Ctrl-C, and more of them while it saves; and one that has ended the reader of its output as well."""
     p = subprocess.Popen([sys.executable, "train.py", *FLAGS, "--total_tokens=1_000_000_000", f"--data_dir={shards}",
                           f"--out_dir={tmp_path / 'out'}"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in p.stdout:
         if line.startswith("step 3/"):
             break
-    while p.poll() is None:
+    if tee:
+        p.stdout.close()
         p.send_signal(signal.SIGINT)
-        time.sleep(0.01)
-    # -SIGINT: one came after Python had taken its handlers down
-    assert p.returncode in (0, -signal.SIGINT), p.returncode
-    assert "asked to stop: saved step" in p.stdout.read()
+        assert p.wait() == 0
+    else:
+        while p.poll() is None:
+            p.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        # -SIGINT: one came after Python had taken its handlers down
+        assert p.returncode in (0, -signal.SIGINT), p.returncode
+        assert "asked to stop: saved step" in p.stdout.read()
     assert train.load_checkpoint(str(tmp_path / "out"))[0] is not None
+
+def test_ctrl_c_before_the_first_step_ends_without_a_word(shards, tmp_path):
+    p = subprocess.Popen([sys.executable, "-X", "importtime", "train.py", *FLAGS, f"--data_dir={shards}",
+                          f"--out_dir={tmp_path / 'out'}"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    stderr = p.stderr.readline()
+    while "numpy" not in stderr: # on its way through the imports
+        stderr = p.stderr.readline()
+    p.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" not in p.communicate()[1] and p.returncode == -signal.SIGINT
 
 def test_nan_on_one_rank_drops_the_step(shards, whole, faulty, tmp_path):
     """On both ranks, without a trace in the moments; and the curve goes on."""
@@ -890,6 +951,9 @@ def test_ten_dropped_steps_stop_the_run(shards, faulty, tmp_path):
                                          (("--batch_size=1", "--checkpoint_blocks=True"), "lower seq_len")])
 def test_out_of_memory_says_what_to_lower(shards, faulty, tmp_path, flags, word):
     refused(trained(shards, tmp_path / "out", *flags, prefix=(faulty, "oom", 0, 2)), "out of memory", word)
+
+def test_ctrl_c_while_it_compiles(shards, faulty, tmp_path):
+    refused(trained(shards, tmp_path / "out", prefix=(faulty, "compiler", 0, 2)), "asked to stop", "RuntimeError", "resume")
 
 def test_damaged_checkpoint_falls_back(whole, tmp_path):
     """Torn at any length, altered in any bit: what loads is the newest file's values or the one before, no others."""
@@ -927,6 +991,10 @@ def test_resume_falls_back_and_repeats_the_curve(shards, whole, tmp_path):
     p = trained(shards, out, "--resume=True", "--eval_interval=5")
     assert p.returncode == 0 and "ckpt_20.pt is damaged" in p.stdout and f"continuing from {out}/ckpt_10.pt" in p.stdout
     same_curve(log_of(out), log_of(whole))
+    out = out.rename(tmp_path / "雪")
+    p = trained(shards, out, "--resume=True", "--max_steps=15", env={"PYTHONIOENCODING": "ascii"})
+    assert p.returncode == 0 and "nothing is left to train: step 20 is done" in p.stdout
+    assert list(log_of(out))[-1] == train.load_checkpoint(str(out))[0]["step"] == 20
 
 def test_full_disk_keeps_the_last_checkpoint(shards, tmp_path):
     """The limit on a file's size stands for the full disk: the write fails half-way, as torch sees it too."""
@@ -981,12 +1049,43 @@ def test_train_refuses(shards, tmp_path, flags, words):
     ("--learning_rate=nan", ["learning_rate"]), ("--total_tokens=100", ["total_tokens=100"]), ("--keep=-1", ["keep"]),
     ("--warmup_tokens=5120", ["warmup_tokens=5120"]), ("--seq_len_start=24", ["seq_len_start=24"]),
     ("--seq_len_start=64", ["seq_len_start=64"]), ("--log_interval=0", ["log_interval"]),
+    ("--seq_len_start=8 --warmup_tokens=0", ["seq_len_start=8", "warm-up"]),
 ])
 def test_settings_are_checked(flag, words):
     with pytest.raises(SystemExit) as e:
-        train.check(config.load(train.TrainConfig, [*FLAGS, flag]), 1)
+        train.check(config.load(train.TrainConfig, [*FLAGS, *flag.split()]), 1)
     assert all(word in e.value.code for word in words), e.value.code
     train.check(config.load(train.TrainConfig, FLAGS), 1)
+
+@pytest.mark.parametrize("text", ["{", "1", "[]", '{"vocab_size": 257}', "\xff"])
+def test_strange_meta_is_refused(tmp_path, text):
+    (tmp_path / "meta.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(SystemExit, match="meta.json is not prepare.py's"):
+        train.open_data(train.TrainConfig(data_dir=str(tmp_path)))
+    with pytest.raises(SystemExit, match="meta.json cannot be read"):
+        train.open_data(train.TrainConfig(data_dir=__file__))
+
+def test_log_keeps_records_and_nothing_else(tmp_path):
+    lines = [b'{"config": {}}', b'{"step": 1, "skipped": 2}', b"7", b"[]", b'"step"', b'{"step": null}', b"\xff\0",
+             b'{"step": 2, "val_loss": 1.0}', b'{"step": 3, "skipped": 4}', b'{"step": 2, "lo']
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines))
+    log, last = train.open_log(str(tmp_path), {"config": 1}, 2)
+    log.close()
+    records = [json.loads(line) for line in open(tmp_path / "log.jsonl")]
+    assert records == [{"config": 1}, {"step": 1, "skipped": 2}, {"step": 2, "val_loss": 1.0}] and last == records[1]
+
+@pytest.mark.parametrize("change, words", [
+    ({"d_key": 32}, ["d_key=16", "d_key=32"]), ({"batch_tokens": 512}, ["batch_tokens=256", "512"]),
+    ({"tokenizer": "gpt2"}, ["bytes", "gpt2", "data_dir"])])
+def test_resume_is_refused_where_it_would_be_another_run(change, words):
+    cfg, meta = config.load(train.TrainConfig, FLAGS), {"tokenizer": change.pop("tokenizer", "bytes")}
+    checkpoint = {"config": dataclasses.asdict(cfg), "tokenizer": "bytes"}
+    assert train.check_resume(cfg, {"tokenizer": "bytes"}, checkpoint, "ckpt") == ""
+    with pytest.raises(SystemExit) as e:
+        train.check_resume(dataclasses.replace(cfg, **change), meta, checkpoint, "ckpt")
+    assert all(word in e.value.code for word in words), e.value.code
+    larger = dataclasses.replace(cfg, batch_tokens=512, batch_size=16, eval_only=True) # may be evaluated in any batch
+    assert "batch_size 8 -> 16" in train.check_resume(larger, {"tokenizer": "bytes"}, checkpoint, "ckpt")
 
 def test_get_lr_at_its_ends():
     """Exact values: above 0 at first, the maximum at the end of warm-up, the minimum at the last step."""
@@ -1052,7 +1151,8 @@ def test_curriculum_repeats_nothing(shards, tmp_path):
         assert idx.shape == targets.shape == ids.shape == (64 // T, T)
         assert torch.equal(idx.flatten(), whole[0].flatten()) and torch.equal(targets.flatten(), whole[1].flatten())
         assert torch.equal(ids.diff(dim=1) > 0, (idx == 256)[:, 1:])
-    p = trained(shards, tmp_path / "out", "--seq_len_start=8", "--warmup_tokens=1536", "--max_steps=8")
+    p = trained(shards, tmp_path / "out", "--seq_len_start=8", "--warmup_tokens=1536", "--max_steps=8",
+                env={"PATH": str(tmp_path)}) # and without git
     assert p.returncode == 0, p.stderr
     assert log_of(tmp_path / "out")[8]["tokens"] == 2048
 
@@ -1446,6 +1546,12 @@ def test_bench_of_one_config_and_one_table(tmp_path):
     assert re.findall("^(operators|training step|generation|memory)", p.stdout, re.M) == ["memory"]
     assert len(re.findall(r"^tiny +\d+ ", p.stdout, re.M)) == 4 # lengths
 
+def test_bench_names_what_it_measures():
+    import bench
+    for flag, names in (("--n_layer=1", ["gla", "gdn", "attention"]), ("--mixer=gdn", ["gdn"])):
+        cfgs = bench.models([flag])
+        assert list(cfgs) == [f"tiny {name}" for name in names] and [cfg.mixer for cfg in cfgs.values()] == names
+
 def test_bench_counts_what_is_saved():
     import bench
     x = torch.ones(1000, requires_grad=True)
@@ -1482,9 +1588,10 @@ def test_bench_draws_the_curves_of_runs(tmp_path):
         return refused(p, "--plot", "pip install matplotlib")
     assert p.returncode == 0 and "2 runs" in p.stdout, p.stderr
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
+    refused(run("bench.py", f"--plot={picture}", f"--logs={tmp_path}/out/*"), "out/a: not a log.jsonl")
 
 def test_bench_refuses_what_it_cannot_do(tmp_path):
-    cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"),
+    cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"), ("--seq_len=0",): ("--seq_len=0", "at least 1"),
              (f"--json={tmp_path}/none/rows.jsonl",): ("none/rows.jsonl", "No such file"),
              (f"--plot={tmp_path}/loss.png", f"--logs={tmp_path}/*.jsonl"): (str(tmp_path), "no such file")}
     for p, words in zip(two_at_a_time(lambda *flags: run("bench.py", *flags), cases), cases.values()):

@@ -16,6 +16,7 @@ wandb.
 import bisect
 import contextlib
 import errno
+import fcntl
 import functools
 import glob
 import hashlib
@@ -36,6 +37,9 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL) # Ctrl-C ends it at once, until there is a step to save
 
 import numpy as np
 import torch
@@ -111,6 +115,8 @@ def check(cfg, world):
          f"total_tokens={cfg.total_tokens}: lower warmup_tokens"),
         (start and start not in [cfg.seq_len >> i for i in range(32) if cfg.seq_len % (1 << i) == 0],
          f"seq_len_start={start} must be seq_len={cfg.seq_len} halved some number of times, or 0"),
+        (start and start < cfg.seq_len and cfg.warmup_tokens < cfg.batch_tokens,
+         f"seq_len_start={start} grows over the warm-up, and warmup_tokens={cfg.warmup_tokens} is less than a step"),
         (cfg.mixer == "attention" and cfg.reset_at_eot,
          "attention does not stop at a document's start: set reset_at_eot=False"),
     ):
@@ -152,10 +158,15 @@ def open_data(cfg):
     try:
         with open(path) as f:
             meta = json.load(f)
+        missing = {"tokenizer", "vocab_size", "eot", "shards"} - set(meta)
     except FileNotFoundError:
-        sys.exit(f"{path} is missing: make {cfg.data_dir} with prepare.py first")
-    except ValueError:
-        sys.exit(f"{path} is not JSON: make {cfg.data_dir} again with prepare.py")
+        sys.exit(f"{path} is missing: make {cfg.data_dir} with prepare.py first, which writes it last")
+    except OSError as error:
+        sys.exit(f"{path} cannot be read ({error.strerror}): set data_dir to a folder made with prepare.py")
+    except (ValueError, TypeError):
+        missing = True
+    if missing:
+        sys.exit(f"{path} is not prepare.py's: make {cfg.data_dir} again with it")
     if meta["vocab_size"] > cfg.vocab_size:
         sys.exit(f"{cfg.data_dir} has ids up to {meta['vocab_size'] - 1} ({meta['tokenizer']}), the model vocab_size="
                  f"{cfg.vocab_size}: set vocab_size to {-meta['vocab_size'] // 128 * -128}")
@@ -271,6 +282,7 @@ def save_checkpoint(out_dir, keep, checkpoint):
     """Writes ckpt_<step>.pt whole or not at all, then removes all but the newest `keep`."""
     path = os.path.join(out_dir, f"ckpt_{checkpoint['step']}.pt")
     try:
+        os.makedirs(out_dir, exist_ok=True) # someone may have moved it away
         with open(path + ".tmp", "wb") as f:
             torch.save(checkpoint, f)
             f.flush()
@@ -293,11 +305,11 @@ def open_log(out_dir, header, step):
     """log.jsonl with a new first line and the records up to `step`, open for more; and the last of a step, or {}."""
     path, records = os.path.join(out_dir, "log.jsonl"), []
     if step and os.path.exists(path):
-        with open(path) as f:
+        with open(path, "rb") as f:
             for line in f:
-                with contextlib.suppress(ValueError): # a killed run's last line may be torn
-                    records.append(json.loads(line))
-    records = [r for r in records if r.get("step", math.inf) <= step] # the first line has no step
+                with contextlib.suppress(ValueError, TypeError, KeyError): # no record: the header, a torn last line
+                    if (record := json.loads(line))["step"] <= step:
+                        records.append(record)
     with open(path + ".tmp", "w") as f:
         f.writelines(json.dumps(r) + "\n" for r in [header, *records])
     os.replace(path + ".tmp", path)
@@ -311,19 +323,29 @@ def finite(x):
         return [finite(v) for v in x]
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
-def check_resume(cfg, saved, path):
-    """Exits where the checkpoint's model is not the config's; returns the other settings that changed, in words."""
+def check_resume(cfg, meta, checkpoint, path):
+    """
+    Exits where the checkpoint's model is not the config's, its tokens are not the data's or its steps are of another
+    size; returns the other settings that changed, in words.
+    """
+    saved = checkpoint["config"]
     pairs = {f.name: (saved.get(f.name, f.default), getattr(cfg, f.name)) for f in fields(cfg)}
     changed = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
     for f in fields(ModelConfig):
         if f.name in changed and f.name != "expect_params":
             sys.exit(f"{path} has {f.name}={changed[f.name][0]}, the config {f.name}={changed[f.name][1]}: "
                      "use its value or another out_dir")
+    if checkpoint["tokenizer"] != meta["tokenizer"]:
+        sys.exit(f"{path} was trained on {checkpoint['tokenizer']} tokens, {cfg.data_dir} holds {meta['tokenizer']} "
+                 "tokens: set another data_dir or out_dir")
+    if not cfg.eval_only and "batch_tokens" in changed: # step and data order, and so the schedule, count in them
+        sys.exit(f"{path} counts steps of batch_tokens={changed['batch_tokens'][0]}, not {cfg.batch_tokens}: use its value "
+                 "or another out_dir")
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key != "resume")
 
 def explain(cfg, rank, error):
     """A sentence for what only shows while it runs: no memory, disk, compiler or login; None for any other error."""
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
         lower = ("lower batch_size, accumulation keeps the result the same" if cfg.batch_size > 1 else
                  "lower seq_len" if cfg.checkpoint_blocks else "set checkpoint_blocks=True, or lower seq_len")
         return f"rank {rank} is out of memory at batch_size={cfg.batch_size} and seq_len={cfg.seq_len}: {lower}"
@@ -398,6 +420,7 @@ if __name__ == "__main__":
     # ranks
 
     started = time.time()
+    sys.stdout and sys.stdout.reconfigure(errors="replace") # for a terminal that lacks a character of a path
     rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0)) # set by torchrun
     world, local_world = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -415,7 +438,10 @@ if __name__ == "__main__":
 
     def say(*words):
         if rank == 0:
-            print(*words, flush=True)
+            try:
+                print(*words, flush=True)
+            except BrokenPipeError: # of `| tee`, which the Ctrl-C that this run saves after has ended already
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     # ------------------------------------------------------------------------------------------------------------------
     # settings, data, model: everything a user can get wrong is said before step 0
@@ -429,8 +455,13 @@ if __name__ == "__main__":
         mine = sorted(meta["shards"].items())[local_rank::local_world] # each node hashes its own copy of the shards
         verify_shards(cfg.data_dir, mine, max(1, os.cpu_count() // local_world))
 
+    asked_to_stop = False
+
     def say_or_trace(kind, error, trace):
         sentence = explain(cfg, rank, error)
+        if asked_to_stop and not sentence: # a terminal's Ctrl-C goes to the compilers that this process runs as well
+            sentence = (f"asked to stop, and the step could not be finished ({kind.__name__}): continue with "
+                        "--resume=True")
         print(sentence, file=sys.stderr) if sentence else sys.__excepthook__(kind, error, trace)
 
     sys.excepthook = say_or_trace
@@ -456,25 +487,36 @@ if __name__ == "__main__":
             sys.exit(f"{cfg.out_dir} holds no checkpoint to evaluate: train one first, or set out_dir")
         start, run_id = 0, uuid.uuid4().hex[:8]
         if checkpoint is not None:
-            changed = check_resume(cfg, checkpoint["config"], path)
-            start, run_id = checkpoint["step"], checkpoint["run_id"]
-            say(f"continuing from {path}" + (f", changed settings: {changed}" if changed else ""))
-            raw.load_state_dict(checkpoint["model"])
+            try:
+                changed = check_resume(cfg, meta, checkpoint, path)
+                start, seen, run_id = checkpoint["step"], checkpoint["tokens"], checkpoint["run_id"]
+                say(f"continuing from {path}" + (f", changed settings: {changed}" if changed else ""))
+                raw.load_state_dict(checkpoint["model"])
+                moments = checkpoint["optimizer"]["state"]
+            except (KeyError, RuntimeError) as error:
+                sys.exit(f"{path} does not fit this train.py and model.py ({str(error).splitlines()[0]}): set another "
+                         "out_dir")
             # the moments alone: learning rate, betas and decay are the config's
-            optimizer.load_state_dict({"state": checkpoint["optimizer"]["state"],
-                                       "param_groups": optimizer.state_dict()["param_groups"]})
+            optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
         elif cfg.resume:
             say(f"{cfg.out_dir} holds no checkpoint, starting at step 0")
-        checkpoint = None # frees its memory
+        checkpoint = moments = None # frees their memory
     with all_or_none():
         if len(set(everyone(start))) > 1:
             sys.exit(f"the ranks see different checkpoints in {cfg.out_dir}: put it on a disk that all nodes share")
-        if rank == 0:
+        if rank == 0 and not cfg.eval_only:
             try:
                 os.makedirs(cfg.out_dir, exist_ok=True)
+                folder = os.open(cfg.out_dir, os.O_RDONLY)
             except OSError as error:
                 sys.exit(f"cannot make {cfg.out_dir} ({error.strerror}): set another out_dir")
-            for leftover in glob.glob(os.path.join(glob.escape(cfg.out_dir), "*.tmp")):
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB) # until this process ends, however it does
+            except BlockingIOError:
+                sys.exit(f"another run is training in {cfg.out_dir}: wait for its end, or set another out_dir")
+            except OSError:
+                pass # a disk without locks
+            for leftover in glob.glob(os.path.join(glob.escape(cfg.out_dir), "ckpt_*.pt.tmp")):
                 os.remove(leftover)
 
     torch._dynamo.config.recompile_limit = 64 # a graph for each length of the curriculum, with and without gradient
@@ -483,7 +525,7 @@ if __name__ == "__main__":
     ddp = raw
     if world > 1:
         ddp = DistributedDataParallel(raw, device_ids=[local_rank] if device.type == "cuda" else None,
-                                      broadcast_buffers=False, gradient_as_bucket_view=True)
+                                      gradient_as_bucket_view=True)
 
     n_rows, rows = splits["train"].first[-1], cfg.batch_tokens // cfg.seq_len # of the data, of a step
     accumulation = rows // (cfg.batch_size * world)
@@ -500,6 +542,8 @@ if __name__ == "__main__":
         f"{steps * rows / n_rows:.2f} epochs in {steps:,} steps")
     say(f"batch: {cfg.batch_size} rows * {cfg.seq_len} tokens * {world} ranks * {accumulation} micro-steps = "
         f"{cfg.batch_tokens:,} tokens; {steps:,} steps = {steps * cfg.batch_tokens:,} tokens, now {start:,} to {end:,}")
+    if start >= end and not cfg.eval_only:
+        say(f"nothing is left to train: step {start:,} is done; for more raise total_tokens or max_steps")
     say(f"device: {world} x {name}" + ("" if peak or device.type == "cpu" else ", not in PEAK_FLOPS: no MFU"))
 
     def validation():
@@ -509,7 +553,7 @@ if __name__ == "__main__":
         return {"val_loss": loss, "val_ppl": float(np.exp(loss)), "val_bpb": bpb}
 
     if cfg.eval_only:
-        record = {"step": start, "tokens": start * cfg.batch_tokens, **validation()}
+        record = {"step": start, "tokens": seen, **validation()}
         say(", ".join(f"{k} {v:.4f}" for k, v in record.items() if k.startswith("val_")))
         record["val_loss_by_position"] = by_position = loss_by_position(cfg, raw, meta, rank, world, device)
         for first, (end, loss, tokens) in zip([0, *(end for end, *_ in by_position)], by_position):
@@ -526,8 +570,10 @@ if __name__ == "__main__":
     # logs
 
     if rank == 0:
-        commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], text=True,
-                                cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True).stdout.strip()
+        commit = ""
+        with contextlib.suppress(FileNotFoundError): # no git on this machine
+            commit = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], text=True,
+                                    cwd=os.path.dirname(os.path.abspath(__file__)), capture_output=True).stdout.strip()
         log, last = open_log(cfg.out_dir, {"config": asdict(cfg), "commit": commit, "versions": versions}, start)
     if rank == 0 and cfg.wandb:
         import wandb
@@ -537,8 +583,6 @@ if __name__ == "__main__":
 
     # ------------------------------------------------------------------------------------------------------------------
     # training
-
-    asked_to_stop = False
 
     def ask_to_stop(signum, frame):
         global asked_to_stop
