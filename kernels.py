@@ -71,6 +71,8 @@ def tiles(x, rows, cols):
     B, T, H, D = x.shape
     if x.data_ptr() % 16: # an input that begins inside of another tensor; TMA wants 16 bytes
         x = x.clone()
+    if not has_tma(x.device):
+        return x
     return Tiles(x, [B, T, H * D], [T * H * D, H * D, 1], [1, rows, cols])
 
 COMPILED = {} # kernels by all that decides their code: options, constants, the types and alignments of tensors
@@ -87,6 +89,19 @@ def launch(kernel, grid, options, *args):
         COMPILED[key][(*grid, 1)](*args)
     else:
         COMPILED[key] = kernel[grid](*args, **options)
+
+@functools.cache
+def has_tma(device):
+    """Whether a GPU copies tiles by itself: from Hopper on."""
+    return INTERPRET or torch.cuda.get_device_capability(device) >= (9, 0)
+
+@triton.jit
+def tiled(x, T, W: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr):
+    """The descriptor that `tiles` has made of x (B, T, W), or, where it has left x as it is, one made here: without TMA
+    its loads become those of pointers, which must be known to be contiguous to be 16 bytes wide."""
+    if isinstance(x, tl.tensor):
+        x = tl.make_tensor_descriptor(x, [2**31 - 1, T, W], [tl.cast(T, tl.int64) * W, W, 1], [1, rows, cols])
+    return x
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Gated Linear Attention
@@ -798,6 +813,10 @@ def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, h, S1, scale, T, NT, NS, H: tl.c
     else:
         b_S = tl.load(S0 + state)
 
+    k, v, o = tiled(k, T, H * K, BT, K), tiled(v, T, H * V, BT, BV), tiled(o, T, H * V, BT, BV)
+    X, Y = tiled(X, K, BT, K, BT), tiled(Y, BT, BT, BT, BT)
+    if SAVE:
+        h = tiled(h, V, K, BV, K)
     LS = tl.cdiv(NT, NS) # chunks a part
     first, end = i_s * LS, tl.minimum(i_s * LS + LS, NT)
     # q is fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
@@ -872,6 +891,8 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     else:
         b_dS = tl.load(dS1 + state)
 
+    k, X = tiled(k, T, H * K, BT, K), tiled(X, K, BT, K, BT)
+    do, dv, dh = tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV), tiled(dh, V, K, BV, K)
     # a chunk of as many tokens as K has takes most of dS' away: a small difference, from operands of two terms
     NARROW: tl.constexpr = K <= BT
     LS = tl.cdiv(NT, NS) # chunks a part
@@ -917,6 +938,10 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     m_t = t + o_i < T
     m_d, m_l = o_i[:, None] == o_i[None, :], o_i[:, None] > o_i[None, :]
     row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
+    q, k = tiled(q, T, H * K, BT, K), tiled(k, T, H * K, BT, K)
+    dq, dk = tiled(dq, T, H * K, BT, K), tiled(dk, T, H * K, BT, K)
+    v, do, dv = tiled(v, T, H * V, BT, BV), tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV)
+    h, dh = tiled(h, V, K, BV, K), tiled(dh, V, K, BV, K)
     # small loads first, they are on their way while the loop runs
     b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
     b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
@@ -1040,13 +1065,16 @@ def gdn_sweep_settings(x, K, V):
         # compiled for sm_80 with Triton 3.6: 96 KB at most, but 128 and 144 KB of two tiles of such keys in the sweeps
         assert x.dtype == torch.bfloat16 or K <= 128 or gdn_shared(x.device) >= 144 * 1024, \
             f"float32 with K above 128 needs 144 KB of shared memory, this GPU has {gdn_shared(x.device) >> 10}"
-        return dict(BV=min(V, 32), STAGES=1, num_warps=8 if gdn_small(x.device) else 4)
+        fast = x.dtype == torch.bfloat16 and K <= 128
+        return dict(BV=min(V, 32), STAGES=2 if fast else 1, num_warps=8 if gdn_small(x.device) else 4)
     if K <= 128:
         return dict(BV=min(V, 128), STAGES=3, num_warps=8 if V >= 128 else 4)
     return dict(BV=min(V, 64), STAGES=1, num_warps=8)
 
 def gdn_grad_settings(x, K, V):
     if INTERPRET or x.dtype == torch.float32 or gdn_small(x.device):
+        if x.dtype == torch.bfloat16 and K <= 128:
+            return dict(BV=16, STAGES=1, num_warps=4)
         return dict(BV=min(V, 32), STAGES=1, num_warps=8)
     return dict(BV=min(V, 32), STAGES=3, num_warps=4 if K <= 128 else 8)
 
