@@ -310,6 +310,11 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, gates, part, part_decay, T, n, H:
     BH = tl.num_programs(0).to(tl.int64) // (V // BV)
     o_k = tl.arange(0, K)
     tile = (i_v + tl.arange(0, BV))[:, None] * K + o_k[None, :] # of a (V, K) state
+    x, a = tiled(x, T, H * V, BT, BV), tiled(a, T, H * K, BT, K)
+    if OUT:
+        c, P, y = tiled(c, T, H * K, BT, K), tiled(P, T, H * BT, BT, BT), tiled(y, T, H * V, BT, BV)
+    if STATES:
+        h = tiled(h, NT * V, K, BV, K)
     S = tl.zeros([BV, K], dtype=tl.float32)
     if not LOCAL:
         if S0 is not None:
@@ -350,6 +355,7 @@ def gla_dP_kernel(v, do, segment_ids, LMR, dP, diagonal, scale, T, H: tl.constex
     """scale dP of (6) in a chunk, its diagonal (B, T, H) apart, in fp32. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
+    v, do = tiled(v, T, H * V, BT, BV), tiled(do, T, H * V, BT, BV)
     b_dP = tl.zeros([BT, BT], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_v = v.load([i_b, t0, i_h * V + i_v]).reshape(BT, BV)
@@ -376,6 +382,8 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, stron
     if STRONG: # the other pass doesn't wait for the answer: it only stores by it
         if is_strong == 0:
             return
+    v, do = tiled(v, T, H * V, BT, BV), tiled(do, T, H * V, BT, BV)
+    h, dh = tiled(h, tl.num_programs(1) * V, K, BV, BK), tiled(dh, tl.num_programs(1) * V, K, BV, BK)
     DT: tl.constexpr = v.dtype
     o = tl.arange(0, BT)
     live = (t0 + o < T)[:, None]
@@ -497,7 +505,7 @@ def gla_sweep(x, a, c, P, y, h, S0, gates, settings, reverse):
                part_decay, T, n, *constants, False, False, True)
     OUT, STATES = y is not None, h is not None
     launch(gla_sweep_kernel, (BH * (V // BV), NS), options, x, a, c, tiles(P, BT, BT) if OUT else None,
-           tiles(y, BT, BV) if OUT else None, Tiles(h, h.shape, h.stride(), [1, BV, K]) if STATES else None, S0, SN,
+           tiles(y, BT, BV) if OUT else None, tiles(h.unsqueeze(2), BV, K) if STATES else None, S0, SN,
            gates, part, part_decay, T, n, *constants, OUT, STATES, False)
     return SN
 
@@ -543,7 +551,7 @@ def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
         gla_sweep(v, tke, None, None, None, h, S0, gates, states, reverse=False)
         dS0 = gla_sweep(do, tqe, tke, P, dv, dh, dSN, gates, out, reverse=True)
         tv, tdo = tiles(v, BT, BV), tiles(do, BT, BV)
-        th, tdh = (Tiles(x, x.shape, x.stride(), [1, BV, BK]) for x in (h, dh))
+        th, tdh = (tiles(x.unsqueeze(2), BV, BK) for x in (h, dh))
         launch(gla_dP_kernel, (B * H, NT), dict(num_warps=4), tv, tdo, segment_ids, LMR, dP, diagonal, scale, T,
                H, V, BT, BV, 3)
         for is_strong in (False, True):
