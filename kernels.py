@@ -67,7 +67,10 @@ class Tiles(TensorDescriptor):
         pass
 
 def tiles(x, rows, cols):
-    """Descriptor of `rows` x `cols` tiles of x (B, T, H, D), indexed [b, t, h * D + d]; the bound cuts a ragged T."""
+    """
+    Descriptor of `rows` x `cols` tiles of x (B, T, H, D), indexed [b, t, h * D + d]; the bound cuts a ragged T. Without
+    TMA it is x itself, see `tiled`.
+    """
     B, T, H, D = x.shape
     if x.data_ptr() % 16: # an input that begins inside of another tensor; TMA wants 16 bytes
         x = x.clone()
@@ -95,10 +98,18 @@ def has_tma(device):
     """Whether a GPU copies tiles by itself: from Hopper on."""
     return INTERPRET or torch.cuda.get_device_capability(device) >= (9, 0)
 
+def shared_memory(device):
+    """Bytes of shared memory that a block can have: 227 KB on Hopper, 163 on an A100, 99 on cards for desks."""
+    return 227 * 1024 if INTERPRET else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+@functools.cache
+def small(device):
+    return shared_memory(device) < 227 * 1024
+
 @triton.jit
 def tiled(x, T, W: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr):
-    """The descriptor that `tiles` has made of x (B, T, W), or, where it has left x as it is, one made here: without TMA
-    its loads become those of pointers, which must be known to be contiguous to be 16 bytes wide."""
+    """What `tiles` gave for x (B, T, W) as a descriptor, in a kernel. One made here becomes plain loads on Ampere, 16 bytes
+    wide since the last stride is known to be 1; of the host's it is not, and they are of one value each."""
     if isinstance(x, tl.tensor):
         x = tl.make_tensor_descriptor(x, [2**31 - 1, T, W], [tl.cast(T, tl.int64) * W, W, 1], [1, rows, cols])
     return x
@@ -464,14 +475,16 @@ def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.con
     tl.store(tile, S, mask=mask)
     tl.store(o + i_bh * V + o_v, tl.sum(S * b_q[None, :], 1).to(o.dtype.element_ty), mask=m_v)
 
-def gla_launch(K, V, dtype):
+def gla_launch(q, V):
     """
     Tiles, stages and options of prep (BK), the sweep with outputs (BV), that of states alone (BV) and grad (BK, BV); K
-    and V are 64, 128 or 256. bf16 with K up to 128 is the fast case and takes up to 217 KB of shared memory on Hopper;
-    Ampere, without TMA, takes 40 KB with the same tiles, fp32 124 KB (compiled for sm_80, not run). Against fp64 on an
-    H200: dev/log.md says which, and on which build.
+    and V are 64, 128 or 256. bf16 with K up to 128 is the fast case and takes up to 217 KB of shared memory; GPUs with
+    less of it take 89 KB at most, in bf16 without spills (compiled for sm_80, not run). Against fp64 on an H200:
+    dev/log.md says which, and on which build.
     """
-    bf16, four, eight = dtype == torch.bfloat16, dict(num_warps=4), dict(num_warps=8)
+    K, bf16, four, eight = q.shape[-1], q.dtype == torch.bfloat16, dict(num_warps=4), dict(num_warps=8)
+    if small(q.device):
+        return (32, 2, four), (32, 2 if bf16 else 1, four), (32, 2 if bf16 else 1, four), (32, 64, 2, four)
     prep = 32, 3, dict(num_warps=4, maxnreg=128) if bf16 else four # 128 registers: four programs an SM
     grad = 64, 64, 3 if bf16 else 2, four
     if bf16 and K <= 128:
@@ -519,7 +532,7 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     LMR = q.new_empty(*chunks, 2 * BT + 16, BT)
     gates = q.new_empty(B * H, NT, 3, K, dtype=torch.float32)
     strong = q.new_empty(B * H, NT, dtype=torch.int32)
-    (BK, STAGES, options), out, _, _ = gla_launch(K, V, q.dtype)
+    (BK, STAGES, options), out, _, _ = gla_launch(q, V)
     io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H, K, BT
     with torch.cuda.device_of(q):
         launch(gla_matrices_kernel, chunks, dict(num_warps=4), segment_ids, LMR, T, BT)
@@ -545,7 +558,7 @@ def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
     h, dh = q.new_empty(B * H, NT * V, K), q.new_empty(B * H, NT * V, K)
     dP, diagonal = torch.empty_like(P), gates.new_empty(B, T, H)
-    _, out, states, (BK, BV, STAGES, options) = gla_launch(K, V, q.dtype)
+    _, out, states, (BK, BV, STAGES, options) = gla_launch(q, V)
     with torch.cuda.device_of(q):
         tqe, tke = tiles(qe, BT, K), tiles(ke, BT, K)
         gla_sweep(v, tke, None, None, None, h, S0, gates, states, reverse=False)
@@ -1065,34 +1078,28 @@ def gdn_segments(programs, NT, device):
     return triton.cdiv(NT, triton.cdiv(NT, NS)) if NS >= 3 else 1
 
 def gdn_solve_settings(x):
+    if small(x.device):
+        return dict(num_warps=8)
     return SOLVE if x.dtype == torch.bfloat16 and x.shape[-1] <= 128 else dict(num_warps=4)
 
 def gdn_sweep_settings(x, K, V):
     """Tile and launch settings of both sweeps over tensors like x."""
-    if INTERPRET or x.dtype == torch.float32 or gdn_small(x.device):
+    if INTERPRET or x.dtype == torch.float32 or small(x.device):
         # compiled for sm_80 with Triton 3.6: 96 KB at most, but 128 and 144 KB of two tiles of such keys in the sweeps
-        assert x.dtype == torch.bfloat16 or K <= 128 or gdn_shared(x.device) >= 144 * 1024, \
-            f"float32 with K above 128 needs 144 KB of shared memory, this GPU has {gdn_shared(x.device) >> 10}"
+        assert x.dtype == torch.bfloat16 or K <= 128 or shared_memory(x.device) >= 144 * 1024, \
+            f"float32 with K above 128 needs 144 KB of shared memory, this GPU has {shared_memory(x.device) >> 10}"
         fast = x.dtype == torch.bfloat16 and K <= 128
-        return dict(BV=min(V, 32), STAGES=2 if fast else 1, num_warps=8 if gdn_small(x.device) else 4)
+        return dict(BV=min(V, 32), STAGES=2 if fast else 1, num_warps=8 if small(x.device) else 4)
     if K <= 128:
         return dict(BV=min(V, 128), STAGES=3, num_warps=8 if V >= 128 else 4)
     return dict(BV=min(V, 64), STAGES=1, num_warps=8)
 
 def gdn_grad_settings(x, K, V):
-    if INTERPRET or x.dtype == torch.float32 or gdn_small(x.device):
+    if INTERPRET or x.dtype == torch.float32 or small(x.device):
         if x.dtype == torch.bfloat16 and K <= 128:
             return dict(BV=16, STAGES=1, num_warps=4)
         return dict(BV=min(V, 32), STAGES=1, num_warps=8)
     return dict(BV=min(V, 32), STAGES=3, num_warps=4 if K <= 128 else 8)
-
-def gdn_small(device):
-    """Whether a block has less shared memory than the 227 KB of an H100: an A100 or a card for desks."""
-    return gdn_shared(device) < 227 * 1024
-
-def gdn_shared(device):
-    """Bytes of shared memory a block can have."""
-    return 227 * 1024 if INTERPRET else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 def precision(dtype):
     """Of the products: exact to fp32 for fp32 tensors; bf16 operands have one way only."""

@@ -548,10 +548,18 @@ def test_gdn_refuses_in_one_sentence(monkeypatch):
     refused("empty", **{n: t[:, :0] for n, t in zip(("q", "k", "v", "g", "beta"), x)})
     with pytest.raises(AssertionError, match="state must have shape"):
         kernels.gated_delta_rule_step(*(t[:, 0] for t in x[:5]), x[5][:, :1])
-    monkeypatch.setattr(kernels, "gdn_shared", lambda _: 99 * 1024)
+    monkeypatch.setattr(kernels, "shared_memory", lambda _: 99 * 1024)
     refused("float32 with K above 128 needs 144 KB", q=wide[..., :256], k=wide[..., :256], initial_state=None)
     monkeypatch.setattr(kernels, "INTERPRET", False)
     refused("on the CPU", **{n: t.cpu() for n, t in zip("qkv", x)})
+
+@pytest.mark.skipif(GPU, reason="decided by the GPU there")
+def test_without_tma(monkeypatch):
+    """Descriptors made in the kernels, as on an A100; in parts, so that every kernel has its own."""
+    monkeypatch.setattr(kernels, "has_tma", lambda _: False)
+    monkeypatch.setattr(kernels, "gdn_segments", lambda *_: 2)
+    gdn_held_to_loop(gdn_inputs(2, 130, 2, 16, 32, torch.float32))
+    gla_check(gla_inputs(2, 70, 2, 64, 64))
 
 def test_gdn_opcheck():
     q, k, v, g, beta, S0 = gdn_inputs(1, 20, 1, 16, 16, torch.float32)
