@@ -7,7 +7,8 @@ Speed and memory on this machine: the operators, the training step, generation, 
     python bench.py --plot=loss.png --logs='out/*/log.jsonl'          # the curves of training runs
 
 Times are medians with the 10th and 90th percentile, after a first call that is timed by itself (`first_s`: compilation
-and tuning included). Peers run in the same process at equal terms: softmax attention (SDPA) always, FLA where installed.
+and tuning included). Peers run in the same process at equal terms: softmax attention (SDPA) always, FLA where it is
+installed.
 """
 import collections
 import glob
@@ -157,10 +158,12 @@ def ceilings(report):
     n, m = (2**31, 8192) if CUDA else (2**26, 1024)
     x = torch.zeros(n, dtype=torch.uint8, device=DEVICE)
     y = torch.empty_like(x)
-    copy = 2 * n / (measure(lambda: y.copy_(x))["p10"] / 1000) # a ceiling is what it can do, not what it does when shared
+    # a ceiling is what the machine can do, not what it does when shared
+    copy = 2 * n / (measure(lambda: y.copy_(x))["p10"] / 1000)
     a, b = (torch.randn(m, m, device=DEVICE, dtype=MATRICES) for _ in range(2))
     matmul = 2 * m**3 / (measure(lambda: a @ b)["p10"] / 1000)
-    print(f"measured ceilings: copy {copy / 1e9:,.0f} GB/s, {DTYPE} matrix product {matmul / 1e12:,.2f} TFLOP/s at {m}^3")
+    print(f"measured ceilings: copy {copy / 1e9:,.0f} GB/s, {DTYPE} matrix product {matmul / 1e12:,.2f} TFLOP/s at "
+          f"{m}^3")
     report.write({"table": "ceilings", "copy_gb_s": copy / 1e9, "matmul_tflops": matmul / 1e12, "dtype": DTYPE})
     return copy, matmul
 
@@ -191,7 +194,8 @@ def inputs(op, shape):
         x["beta"] = rand(B, T, H).sigmoid()
     if op == "sdpa":
         x = {name: y.transpose(1, 2) for name, y in x.items()}
-    return {name: y.to(torch.float32 if name == "g" else MATRICES).contiguous().requires_grad_() for name, y in x.items()}
+    dtypes = {name: torch.float32 if name == "g" else MATRICES for name in x}
+    return {name: y.to(dtypes[name]).contiguous().requires_grad_() for name, y in x.items()}
 
 def operators(op, cfg):
     """(name, function of `inputs` that returns o) of ours and of its peers."""
@@ -217,8 +221,8 @@ def operators(op, cfg):
 def import_fla(n):
     """
     flash-linear-attention to be timed. Triton's autotuners try n configurations from here on (0: all), always the same
-    ones; ours have none. And where FLA refuses its gated-delta backward, as wrong on Hopper with Triton 3.4 to 3.7.0, it
-    is let through: its time is wanted here, not its result.
+    ones; ours have none. And where FLA refuses its gated-delta backward, as wrong on Hopper with Triton 3.4 to 3.7.0,
+    it is let through: its time is wanted here, not its result.
     """
     import fla
     from triton.runtime.autotuner import Autotuner
@@ -233,9 +237,10 @@ def import_fla(n):
 
 def bench_kernels(report, cfgs, copy, matmul):
     report.table("kernels", f"""operators, B T H K V, {DTYPE}.
-Bytes: every input, output and gradient once a pass, copy: their share of the measured copy speed. FLOPs: of the recurrence
-(attention: causal), backward twice the forward, matmul: share of the measured matrix product. saved: allocated after forward
-less before, output included. ratio: time over that of our operator (SDPA: over gla's at the same B and T)""",
+Bytes: every input, output and gradient once a pass, copy: their share of the measured copy speed. FLOPs: of the
+recurrence (attention: causal), backward twice the forward, matmul: share of the measured matrix product. saved:
+allocated after forward less before, output included. ratio: time over that of our operator (SDPA: over gla's at the
+same B and T)""",
                  "op:<24 shape:<18 pass:<7 ms:>8.3f p10:>8.3f p90:>8.3f first_s:>7.2f gb_s:>6.1f copy:>5.0%"
                  " tflops:>7.3f matmul:>6.1% saved_gb:>8.4f ratio:>6.2f")
     cfg, ours = next(iter(cfgs.values())), {} # our ms by shape and pass
@@ -267,7 +272,8 @@ def operator_rows(op, shape, name, f, x):
             f(**x)
     def both():
         f(**x).backward(do)
-    for label, run, nbytes, times in (("fwd", forward, read + o_bytes, 1), ("fwd+bwd", both, 3 * read + 2 * o_bytes, 3)):
+    passes = ("fwd", forward, read + o_bytes, 1), ("fwd+bwd", both, 3 * read + 2 * o_bytes, 3)
+    for label, run, nbytes, times in passes:
         row = {"pass": label, "bytes": nbytes, "flops": times * flops}
         try:
             row |= measure(run, x.values())
@@ -353,7 +359,8 @@ KINDS = {"mixer kernels": r"^(gla|gdn|conv)_|flash|fmha|attention", # in this or
          "loss": r"nll_loss|cross_entropy|log_softmax|softmax"}
 
 def kind_of(kernel):
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), "norms, elementwise")
+    kinds = (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE))
+    return next(kinds, "norms, elementwise")
 
 def breakdown(step, ms, n=3):
     """ms of a step by kind of GPU kernel; idle is what is left of the step's time `ms`."""
@@ -373,8 +380,8 @@ def bench_train(report, cfgs, copy, matmul):
     cfg = next(iter(cfgs.values()))
     report.table("train", f"""training step: forward, backward, clipping, fused AdamW on fp32 parameters; random tokens;
 products in {DTYPE}. mfu: FLOPs over the data sheet's {(peak or 0) / 1e12:,.0f} TFLOP/s (0: not known), matmul: over
-the measured ceiling; ratio: our tok/s over the row's. FLA's models, where installed, have the same sizes, and autotuners
-that try {cfg.fla_configs} configurations""",
+the measured ceiling; ratio: our tok/s over the row's. FLA's models, where installed, have the same sizes, and
+autotuners that try {cfg.fla_configs} configurations""",
                  "model:<16 params:>11,d B:>3d T:>6d ms:>8.2f p10:>8.2f p90:>8.2f first_s:>7.1f tok_s:>8,.0f"
                  " tflops:>7.3f mfu:>6.1% matmul:>6.1% peak_gb:>7.2f ratio:>6.2f")
     parts, ours = [], {} # ours: tok/s by mixer
@@ -423,8 +430,8 @@ DRAW = 0.8, 200, 1.0 # temperature, top_k, top_p
 def bench_sample(report, cfgs, copy, matmul):
     report.table("sample", f"""generation, matrices in {DTYPE} or int8, drawing with top_k=200 included. prefill:
 reading `context` tokens of a prompt; decode: a token for each of `batch` sequences after `context` tokens, on a GPU as
-one CUDA graph (FLA: kernel by kernel, as it generates); weights: of the model; state: of a sequence (attention: with room
-for `context` + 300 tokens)""",
+one CUDA graph (FLA: kernel by kernel, as it generates); weights: of the model; state: of a sequence (attention: with
+room for `context` + 300 tokens)""",
                  "model:<22 pass:<8 batch:>6d context:>8d ms:>8.3f p10:>8.3f p90:>8.3f first_s:>7.2f tok_s:>9,.0f"
                  " weights_mb:>10.2f state_mb:>9.3f")
     short, long, many, n = (100, 100_000, 64, 131_072) if CUDA else (16, 1024, 8, 1024)
@@ -477,8 +484,9 @@ def fla_step(cfg, tokens):
 # memory by length
 
 def bench_memory(report, cfgs, copy, matmul):
-    report.table("memory", """memory of one sequence of T tokens, not compiled. peak_gb: of a training step on a GPU, parameters and moments included;
-saved_gb: kept between forward and backward; state_mb: what generation carries on after T tokens""",
+    report.table("memory", """memory of one sequence of T tokens, not compiled. peak_gb: of a training step on a GPU,
+parameters and moments included; saved_gb: kept between forward and backward; state_mb: what generation carries on
+after T tokens""",
                  "model:<16 T:>8d peak_gb:>9.3f saved_gb:>9.4f state_mb:>9.3f")
     for label, cfg in cfgs.items():
         for T in [2**i for i in (range(10, 18) if CUDA else range(7, 11))]:
@@ -556,8 +564,9 @@ def models(argv):
     if CUDA:
         return {name: config.load(BenchConfig, [f"{folder}/{name}.py", *argv])
                 for name in ("gla_340m", "gdn_340m", "transformer_340m")}
-    changes = {"gla": ["--conv_size=0"], "gdn": ["--conv_size=4"], "attention": ["--conv_size=0", "--reset_at_eot=False"]}
-    cfgs = {mixer: config.load(BenchConfig, [f"{folder}/tiny.py", f"--mixer={mixer}", "--expect_params=0", *flags, *argv])
+    changes = {"gla": ["--conv_size=0"], "gdn": ["--conv_size=4"],
+               "attention": ["--conv_size=0", "--reset_at_eot=False"]}
+    cfgs = {mixer: config.load(BenchConfig, [f"{folder}/tiny.py", f"--mixer={mixer}", *flags, *argv])
             for mixer, flags in changes.items()}
     return {f"tiny {mixer}": cfg for mixer, cfg in cfgs.items() if cfg.mixer == mixer or cfg.mixer not in changes}
 

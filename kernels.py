@@ -81,7 +81,7 @@ def tiles(x, rows, cols):
 COMPILED = {} # kernels by all that decides their code: options, constants, the types and alignments of tensors
 
 def launch(kernel, grid, options, *args):
-    """kernel[grid](*args, **options), grid (x, y), without Triton's search for the compiled kernel: 15 us of the host."""
+    """kernel[grid](*args, **options), grid (x, y), without Triton's 15 us search for the compiled kernel."""
     if INTERPRET:
         return kernel[grid](*args, **options)
     key = (id(kernel), torch.cuda.current_device(), *options.values(), *[
@@ -108,8 +108,8 @@ def small(device):
 
 @triton.jit
 def tiled(x, T, W: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr):
-    """What `tiles` gave for x (B, T, W) as a descriptor, in a kernel. One made here becomes plain loads on Ampere, 16 bytes
-    wide since the last stride is known to be 1; of the host's it is not, and they are of one value each."""
+    """What `tiles` gave for x (B, T, W) as a descriptor, in a kernel. One made here becomes plain loads on Ampere, 16
+    bytes wide since the last stride is known to be 1; the host's would become loads of one value each."""
     if isinstance(x, tl.tensor):
         x = tl.make_tensor_descriptor(x, [2**31 - 1, T, W], [tl.cast(T, tl.int64) * W, W, 1], [1, rows, cols])
     return x

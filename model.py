@@ -458,8 +458,9 @@ class LM(nn.Module):
 @torch.no_grad()
 def init_weights(module):
     """
-    Every parameter's first value, in fp32 whatever the default dtype; norm weights are made as ones. As in FLA's models,
-    but for convolutions (normal, std 0.02, there: values so small that the norm's eps counts) and exp(A_log) (0 to 16).
+    Every parameter's first value, in fp32 whatever the default dtype; norm weights are made as ones. As in FLA's
+    models, but for convolutions (there normal, std 0.02: values so small that the norm's eps counts) and exp(A_log)
+    (there 0 to 16).
     """
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)

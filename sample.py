@@ -1,10 +1,10 @@
 """
-Text from a trained model. The prompt is read in pieces by the chunked form, then tokens are drawn one at a time from the
-recurrent state, whose size does not depend on how much it has read.
+Text from a trained model. The prompt is read in pieces by the chunked form, then tokens are drawn one at a time from
+the recurrent state, whose size does not depend on how much it has read.
 
     python sample.py                                                    # the newest checkpoint under out/
     python sample.py --out_dir=out/gla_340m --prompt="The sea" --num_samples=3
-    python sample.py --prompt=@story.txt --temperature=0                # the prompt from a file; the likeliest token each time
+    python sample.py --prompt=@story.txt --temperature=0                # the prompt from a file; always the likeliest
     python sample.py --prompt="The sea" --num_samples=64 --int8=True    # 64 continuations at once, weights in 8 bits
 
 Samples of one prompt are drawn together, up to 64 at a time: the first is shown as it is drawn, the others when all
@@ -130,7 +130,7 @@ def read_prompt(prompt):
 
 @torch.no_grad()
 def prefill(model, tokens, piece=None):
-    """Reads tokens (B, T), any T >= 1. Returns the state after them and the logits (B, vocab_size) of the next token."""
+    """Reads tokens (B, T), any T >= 1. Returns the state after them and the logits (B, vocab_size) of the next."""
     state = model.init_state(len(tokens))
     for part in tokens.split(piece or PIECE[tokens.device.type], 1):
         x = model.hidden(part, state=state)
@@ -244,7 +244,7 @@ def main():
         sys.exit(f"{out_dir}/ holds no checkpoint (ckpt_*.pt): train one first, python train.py config/tiny.py")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(checkpoint, path, device, cfg.int8), load_tokenizer(checkpoint["tokenizer"])
-    tokens = [tokenizer.eot_token, *tokenizer.encode_ordinary(text)] # every document of the training data starts with eot
+    tokens = [tokenizer.eot_token, *tokenizer.encode_ordinary(text)] # as every document of the training data starts
     n_params = sum(x.numel() for x in checkpoint["model"].values())
     size = f"{n_params:,} parameters in {weight_bytes(model) / 1e6:,.1f} MB"
     say(f"{path}: {model.cfg.mixer}, {size}, on {device}")

@@ -339,8 +339,8 @@ def check_resume(cfg, meta, checkpoint, path):
         sys.exit(f"{path} was trained on {checkpoint['tokenizer']} tokens, {cfg.data_dir} holds {meta['tokenizer']} "
                  "tokens: set another data_dir or out_dir")
     if not cfg.eval_only and "batch_tokens" in changed: # step and data order, and so the schedule, count in them
-        sys.exit(f"{path} counts steps of batch_tokens={changed['batch_tokens'][0]}, not {cfg.batch_tokens}: use its value "
-                 "or another out_dir")
+        sys.exit(f"{path} counts steps of batch_tokens={changed['batch_tokens'][0]}, not {cfg.batch_tokens}: use its "
+                 "value or another out_dir")
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key != "resume")
 
 def explain(cfg, rank, error):

@@ -1,4 +1,4 @@
-# GLA 340M by the recipe of the GLA and Gated DeltaNet papers (arXiv:2312.06635, 2412.06464), to compare ours with
+# GLA 340M by the recipe of the papers (arXiv:2312.06635, 2412.06464), to compare ours with
 # torchrun --standalone --nproc_per_node=8 train.py config/gla_340m_paper.py
 from config.gla_340m import * # the same model, data, 0.5M tokens a step, 15B tokens and warm-up over 0.5B
 
