@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
@@ -277,6 +276,7 @@ class Attention(nn.Module):
         if past == 0 or T == 1: # T == 1: the newest query sees every key
             o = F.scaled_dot_product_attention(q, k, v, is_causal=past == 0)
         else:
+            from torch.nn.attention.bias import causal_lower_right # importing it takes 2 s, which training need not
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(T, past + T))
         return o.transpose(1, 2).flatten(2)
 

@@ -519,8 +519,9 @@ if __name__ == "__main__":
             for leftover in glob.glob(os.path.join(glob.escape(cfg.out_dir), "ckpt_*.pt.tmp")):
                 os.remove(leftover)
 
-    torch._dynamo.config.recompile_limit = 64 # a graph for each length of the curriculum, with and without gradient
     if cfg.compile:
+        # a graph for each length of the curriculum, with and without gradient
+        torch._dynamo.config.recompile_limit = 64
         raw.compile(fullgraph=True, dynamic=False)
     ddp = raw
     if world > 1:
