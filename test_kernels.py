@@ -630,7 +630,7 @@ def short_conv_loop(x, weight, H, K, V, unit, segment_ids=None):
         q, k = (z * torch.rsqrt(z.square().sum(-1, keepdim=True) + 1e-6) for z in (q, k))
     return q, k, v
 
-CONV_SHAPES = [(2, 130, 3, 16, 40, 4, True, True), (1, 1, 1, 5, 7, 4, True, True), (3, 67, 2, 16, 64, 2, True, False),
+CONV_SHAPES = [(2, 130, 1, 16, 40, 4, True, True), (1, 1, 1, 5, 7, 4, True, True), (2, 67, 2, 16, 64, 2, True, False),
                (1, 64, 1, 8, 150, 3, False, True), (1, 4, 2, 16, 16, 1, True, True)] # B, T, H, K, V, size, unit, segments
 
 # fp32 sums in another order: 1e-6; bf16 rounds what is returned (2e-3), and the gradient of a norm adds to it

@@ -8,6 +8,7 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -49,6 +50,26 @@ def refused(p, *words):
     assert len(lines) == 1, p.stderr
     for word in words:
         assert word in lines[0], (word, lines[0])
+
+BESIDE = []
+
+def beside(test):
+    """For long tests of one busy process: they run in threads from the first test of this file on, beside the others."""
+    BESIDE.append(test)
+    def wait(running):
+        running[test.__name__].result() # raises what the test raised
+    wait.__name__, wait.__doc__ = test.__name__, test.__doc__
+    return wait
+
+@pytest.fixture(scope="module", autouse=True)
+def running(request, tmp_path_factory):
+    """{name: future} of the tests marked `beside`, of those that this run of pytest has chosen."""
+    chosen, pool = {item.name for item in request.session.items}, ThreadPoolExecutor(2)
+    def fixture(test, name):
+        return tmp_path_factory.mktemp(test.__name__) if name == "tmp_path" else request.getfixturevalue(name)
+    yield {test.__name__: pool.submit(test, *[fixture(test, name) for name in inspect.signature(test).parameters])
+           for test in BESIDE if test.__name__ in chosen}
+    pool.shutdown(cancel_futures=True)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # config/
@@ -757,6 +778,7 @@ def test_train_logs_and_checkpoints(whole):
     assert saved["config"] == json.loads(open(whole / "log.jsonl").readline())["config"]
     assert not list(whole.glob("*.tmp"))
 
+@beside
 def test_evaluation_does_not_change_training(shards, whole, tmp_path):
     """And keep=2 keeps two; one evaluation a run, at its end, is the one of the run with four."""
     p = trained(shards, tmp_path / "out", "--eval_interval=0", "--keep=2")
@@ -778,6 +800,7 @@ def test_evaluation_does_not_change_training(shards, whole, tmp_path):
     refused(trained(shards, tmp_path / "out", "--resume=True"), "ckpt_30.pt does not fit")
     refused(trained(shards, tmp_path / "out"), "holds checkpoints", "--resume=True")
 
+@beside
 def test_loss_by_position(shards, whole, tmp_path):
     """eval_only on two ranks against a loop over documents: one ends a row, one began before it, some are too short."""
     text = iter(letters(3, 4000))
@@ -827,6 +850,7 @@ def killed_twice(shards, out, faulty, *flags, prefix=(), **how):
     assert p.returncode == 0 and f"continuing from {out}/ckpt_5.pt" in p.stdout, p.stderr
     assert not list(out.glob("*.tmp"))
 
+@beside
 def test_resume_is_bitwise(shards, whole, faulty, tmp_path):
     killed_twice(shards, tmp_path / "out", faulty, "--eval_interval=5")
     same_curve(log_of(tmp_path / "out"), log_of(whole))
@@ -837,6 +861,7 @@ def test_resume_is_bitwise(shards, whole, faulty, tmp_path):
         assert all(torch.equal(a["optimizer"]["state"][i][key], x) for key, x in state.items()), i
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="compiling for a CPU takes a C++ compiler")
+@beside
 def test_resume_is_bitwise_compiled(shards, faulty, tmp_path):
     """One cache for all: what is compared is the arithmetic, the embedding's gradient above all, not the compiler."""
     how = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "2"}, "timeout": 900}
@@ -853,6 +878,7 @@ def gradient(out):
     state = torch.load(os.path.join(out, "ckpt_1.pt"), weights_only=True)["optimizer"]["state"]
     return torch.cat([state[i]["exp_avg"].double().flatten() for i in sorted(state)])
 
+@beside
 def test_ranks_and_accumulation_change_nothing(shards, tmp_path):
     """A batch of 16 rows as 16, as 4 micro-steps of 4, and as 4 of 2 on each of 2 ranks, over 10 steps."""
     ways = {"one": (16, ()), "accumulated": (4, ()), "ranks": (2, ranks(2))}
@@ -867,6 +893,7 @@ def test_ranks_and_accumulation_change_nothing(shards, tmp_path):
         assert (a - b).norm() <= 1e-6 * b.norm(), (name, ((a - b).norm() / b.norm()).item())
         assert abs(log_of(tmp_path / name)[10]["val_loss"] / log_of(tmp_path / "one")[10]["val_loss"] - 1) < 1e-5
 
+@beside
 def test_two_nodes(shards, whole, tmp_path):
     """Two torchrun agents on this machine, one rank each, as two nodes would."""
     with socket.socket() as s:
@@ -881,6 +908,7 @@ def test_two_nodes(shards, whole, tmp_path):
         assert p.result().returncode == 0, p.result().stderr
     same_curve(log_of(tmp_path / "out"), log_of(whole), 1e-3)
 
+@beside
 def test_restart_after_a_killed_rank(shards, whole, faulty, tmp_path):
     p = trained(shards, tmp_path / "out", "--batch_size=4", "--resume=True", "--eval_interval=5",
               prefix=(*ranks(2), "--max-restarts=3", faulty, "SIGKILL", 1, 8))
@@ -926,6 +954,7 @@ def test_ctrl_c_before_the_first_step_ends_without_a_word(shards, tmp_path):
     p.send_signal(signal.SIGINT)
     assert "KeyboardInterrupt" not in p.communicate()[1] and p.returncode == -signal.SIGINT
 
+@beside
 def test_nan_on_one_rank_drops_the_step(shards, whole, faulty, tmp_path):
     """On both ranks, without a trace in the moments; and the curve goes on."""
     p = trained(shards, tmp_path / "out", "--batch_size=4", "--save_interval=1",
@@ -942,6 +971,7 @@ def test_nan_on_one_rank_drops_the_step(shards, whole, faulty, tmp_path):
         assert all(torch.equal(x, after["optimizer"]["state"][i][key]) for key, x in state.items()), i
     assert all(state["step"] == 19 for state in end["optimizer"]["state"].values())
 
+@beside
 def test_ten_dropped_steps_stop_the_run(shards, faulty, tmp_path):
     p = trained(shards, tmp_path / "out", prefix=(faulty, "nans", 0, 3))
     refused(p, "10 steps in a row by step 12", "learning_rate")
@@ -983,6 +1013,7 @@ def test_damaged_checkpoint_falls_back(whole, tmp_path):
     with pytest.raises(SystemExit, match="every checkpoint in"):
         train.load_checkpoint(str(out))
 
+@beside
 def test_resume_falls_back_and_repeats_the_curve(shards, whole, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(whole, out)
@@ -996,6 +1027,7 @@ def test_resume_falls_back_and_repeats_the_curve(shards, whole, tmp_path):
     assert p.returncode == 0 and "nothing is left to train: step 20 is done" in p.stdout
     assert list(log_of(out))[-1] == train.load_checkpoint(str(out))[0]["step"] == 20
 
+@beside
 def test_full_disk_keeps_the_last_checkpoint(shards, tmp_path):
     """The limit on a file's size stands for the full disk: the write fails half-way, as torch sees it too."""
     out = tmp_path / "out"
@@ -1140,6 +1172,7 @@ def test_rows_are_the_shards(shards):
         assert ids.dtype == torch.int32 and torch.equal(ids, (idx == 256).cumsum(1))
     assert train.get_batch(dataclasses.replace(cfg, reset_at_eot=False), split, [0], 32)[2] is None
 
+@beside
 def test_curriculum_repeats_nothing(shards, tmp_path):
     """Rows of 8, then 16, then 32 tokens over the warm-up: the same tokens in the same steps."""
     cfg = config.load(train.TrainConfig, [*FLAGS, f"--data_dir={shards}", "--seq_len_start=8", "--warmup_tokens=1536"])
@@ -1169,6 +1202,7 @@ def test_validation_rows_do_not_depend_on_ranks_or_batch(shards):
         each = [model(*train.get_batch(cfg, split, [i * 31 // 16], 32))[1].item() for i in range(16)]
     assert abs(loss - sum(each) / 16) < 1e-6
 
+@beside
 def test_wandb_offline_keeps_its_run(shards, tmp_path):
     pytest.importorskip("wandb")
     out, env = tmp_path / "out", {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
@@ -1330,6 +1364,7 @@ def test_sample_empty_prompt_and_top_k_beyond_the_vocabulary(outs):
     p = sample(outs / "gla", "--max_new_tokens=20", "--top_k=1000000", "--top_p=0.9")
     assert p.returncode == 0 and "prompt: 1 tokens" in p.stderr and p.stdout.strip(), p.stderr
 
+@beside
 def test_sample_reads_long_prompts_from_a_file(outs, tmp_path):
     rng = random.Random(0)
     text = "".join(rng.choice("abcdefgh \r\n") for _ in range(20_000 - 1))
