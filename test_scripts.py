@@ -977,10 +977,13 @@ def test_ten_dropped_steps_stop_the_run(shards, faulty, tmp_path):
     refused(p, "10 steps in a row by step 12", "learning_rate")
     assert list(log_of(tmp_path / "out"))[-1] == 11
 
-@pytest.mark.parametrize("flags, word", [((), "lower batch_size"), (("--batch_size=1",), "checkpoint_blocks=True"),
-                                         (("--batch_size=1", "--checkpoint_blocks=True"), "lower seq_len")])
-def test_out_of_memory_says_what_to_lower(shards, faulty, tmp_path, flags, word):
-    refused(trained(shards, tmp_path / "out", *flags, prefix=(faulty, "oom", 0, 2)), "out of memory", word)
+def test_out_of_memory_says_what_to_lower(shards, faulty, tmp_path):
+    cases = {(): "lower batch_size", ("--batch_size=1",): "checkpoint_blocks=True",
+             ("--batch_size=1", "--checkpoint_blocks=True"): "lower seq_len"}
+    runs = two_at_a_time(lambda *flags: trained(shards, tmp_path / "-".join(["out", *flags]), *flags,
+                                                prefix=(faulty, "oom", 0, 2)), cases)
+    for p, word in zip(runs, cases.values()):
+        refused(p, "out of memory", word)
 
 def test_ctrl_c_while_it_compiles(shards, faulty, tmp_path):
     refused(trained(shards, tmp_path / "out", prefix=(faulty, "compiler", 0, 2)), "asked to stop", "RuntimeError", "resume")
@@ -1061,19 +1064,21 @@ def test_damaged_shard_is_named(shards, tmp_path, change, word):
         refused(trained(data, tmp_path / "out"), "train_00001.bin", word, "prepare.py")
     assert not (tmp_path / "out").exists()
 
-@pytest.mark.parametrize("flags, words", [
-    (["--data_dir=none"], ["none/meta.json is missing", "prepare.py"]),
-    (["--vocab_size=200"], ["ids up to 256", "vocab_size=200", "384"]),
-    (["--batch_size=3"], ["batch_tokens=256", "3 * 32 * 1 = 96"]),
-    (["--seq_len=1024", "--batch_size=1", "--batch_tokens=1024", "--total_tokens=10240"], ["val row", "lower seq_len"]),
-    (["--mixer=attention"], ["reset_at_eot=False"]),
-    (["--mixer=mamba"], ["gla, gdn, attention", "'mamba'"]),
-    (["--expect_params=20_000"], ["expect_params=20,000"]),
-    (["--eval_only=True"], ["no checkpoint to evaluate"]),
-    (["--out_dir=train.py/out"], ["train.py/out"]),
-])
-def test_train_refuses(shards, tmp_path, flags, words):
-    refused(trained(shards, tmp_path / "out", *flags), *words)
+def test_train_refuses(shards, tmp_path):
+    cases = {
+        ("--data_dir=none",): ["none/meta.json is missing", "prepare.py"],
+        ("--vocab_size=200",): ["ids up to 256", "vocab_size=200", "384"],
+        ("--batch_size=3",): ["batch_tokens=256", "3 * 32 * 1 = 96"],
+        ("--seq_len=1024", "--batch_size=1", "--batch_tokens=1024", "--total_tokens=10240"): ["val row", "lower seq_len"],
+        ("--mixer=attention",): ["reset_at_eot=False"],
+        ("--mixer=mamba",): ["gla, gdn, attention", "'mamba'"],
+        ("--expect_params=20_000",): ["expect_params=20,000"],
+        ("--eval_only=True",): ["no checkpoint to evaluate"],
+        ("--out_dir=train.py/out",): ["train.py/out"],
+    }
+    runs = two_at_a_time(lambda *flags: trained(shards, tmp_path / "out", *flags), cases)
+    for p, words in zip(runs, cases.values()):
+        refused(p, *words)
 
 @pytest.mark.parametrize("flag, words", [
     ("--schedule=linear", ["cosine or wsd"]), ("--decay_frac=1.5", ["decay_frac"]), ("--beta2=1.0", ["beta2"]),
