@@ -106,6 +106,10 @@ def shared_memory(device):
 def small(device):
     return shared_memory(device) < 227 * 1024
 
+@functools.cache
+def multiprocessors(device):
+    return 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
+
 @triton.jit
 def tiled(x, T, W: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr):
     """What `tiles` gave for x (B, T, W) as a descriptor, in a kernel. One made here becomes plain loads on Ampere, 16
@@ -492,10 +496,6 @@ def gla_launch(q, V):
     if bf16 or K <= 128:
         return prep, (32, 2, eight), (32, 2, four), grad
     return prep, (16, 1, four), (32, 2, four), grad
-
-@functools.cache
-def multiprocessors(device):
-    return 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
 
 def gla_split(programs, NT, device):
     """(segments, chunks in each) of a sweep of NT chunks: enough that programs x segments fill the device."""
@@ -1073,9 +1073,8 @@ def gdn_step_kernel(q, k, v, g, beta, state, o, scale, s_b, s_h, s_k, s_v, H: tl
 def gdn_segments(programs, NT, device):
     """Parts a sequence is cut into so that its `programs` sweeps fill the GPU. Each part is swept twice more, for its
     own state and its transition, which pays from three parts on."""
-    sms = 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
-    NS = min(sms // programs, NT // 8)
-    return triton.cdiv(NT, triton.cdiv(NT, NS)) if NS >= 3 else 1
+    NS = min(multiprocessors(device) // programs, NT // 8)
+    return cdiv(NT, cdiv(NT, NS)) if NS >= 3 else 1
 
 def gdn_solve_settings(x):
     if small(x.device):
@@ -1139,7 +1138,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 
 @gdn_fwd.register_fake
 def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
-    (B, T, H, K), V, NT = q.shape, v.shape[-1], triton.cdiv(q.shape[1], BT)
+    (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
     NS = gdn_segments(B * H * (V // gdn_sweep_settings(q, K, V)["BV"]), NT, q.device)
     per_chunk = lambda x, *shape, dtype=None: x.new_empty(B, H, NT, *shape, dtype=dtype)
     A_dtype = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
@@ -1238,7 +1237,7 @@ def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     o, BV = torch.empty_like(v), 16
     with torch.cuda.device_of(q):
-        gdn_step_kernel[(B * H * triton.cdiv(V, BV),)](q, k, v, g, beta, state, o, scale, *state.stride(), H=H, K=K,
+        gdn_step_kernel[(B * H * cdiv(V, BV),)](q, k, v, g, beta, state, o, scale, *state.stride(), H=H, K=K,
                                                        V=V, BK=1 << (K - 1).bit_length(), BV=BV, num_warps=4)
     return o
 
@@ -1369,7 +1368,7 @@ def conv_launches(H, K, V, unit):
     """Column offset, columns and UNIT of q, k and v in x, and how many channels a program takes: a head or 128."""
     for offset, total, is_unit in ((0, H * K, unit), (H * K, H * K, unit), (2 * H * K, H * V, False)):
         width = K if is_unit else min(128, total)
-        yield offset, total, dict(UNIT=is_unit, WIDTH=width, D=triton.next_power_of_2(width)), triton.cdiv(total, width)
+        yield offset, total, dict(UNIT=is_unit, WIDTH=width, D=triton.next_power_of_2(width)), cdiv(total, width)
 
 @torch.library.custom_op("kernels::short_conv", mutates_args=())
 def short_conv_op(x: Tensor, weight: Tensor, segment_ids: Optional[Tensor], H: int, K: int, V: int,
@@ -1377,10 +1376,10 @@ def short_conv_op(x: Tensor, weight: Tensor, segment_ids: Optional[Tensor], H: i
     B, T, stride = x.shape
     tokens = conv_tokens(T)
     out = tuple(x.new_empty(B, T, H, D) for D in (K, K, V))
-    blocks = B * triton.cdiv(T, tokens)
+    blocks = B * cdiv(T, tokens)
     with torch.cuda.device_of(x):
         for z, (offset, total, meta, programs) in zip(out, conv_launches(H, K, V, unit)):
-            conv_fwd_kernel[(triton.cdiv(blocks, CONV_ROWS), programs)](
+            conv_fwd_kernel[(cdiv(blocks, CONV_ROWS), programs)](
                 x, weight, segment_ids, z, blocks, T, stride, offset, total, **meta, R=CONV_ROWS, TOKENS=tokens,
                 num_warps=4)
     return out
@@ -1390,9 +1389,9 @@ def short_conv_backward_op(x: Tensor, weight: Tensor, segment_ids: Optional[Tens
                            H: int, K: int, V: int, unit: bool) -> tuple[Tensor, Tensor]:
     B, T, stride = x.shape
     tokens = conv_tokens(T)
-    blocks = B * triton.cdiv(T, tokens)
+    blocks = B * cdiv(T, tokens)
     dx = torch.empty_like(x)
-    dw = torch.empty(triton.cdiv(blocks, CONV_ROWS), *weight.shape, dtype=torch.float32, device=x.device)
+    dw = torch.empty(cdiv(blocks, CONV_ROWS), *weight.shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         for dz, (offset, total, meta, programs) in zip((dq, dk, dv), conv_launches(H, K, V, unit)):
             conv_bwd_kernel[(dw.shape[0], programs)](
@@ -1640,7 +1639,7 @@ def rms_norm(x, weight, eps, gate=None):
     y, N, BD = torch.empty_like(x), x.numel() // D, triton.next_power_of_2(D)
     ROWS = max(1, 1024 // BD)
     with torch.cuda.device_of(x):
-        rms_norm_kernel[(triton.cdiv(N, ROWS),)](x, weight, gate, y, eps, N, D, ROWS=ROWS, BD=BD, num_warps=4)
+        rms_norm_kernel[(cdiv(N, ROWS),)](x, weight, gate, y, eps, N, D, ROWS=ROWS, BD=BD, num_warps=4)
     return y
 
 def linear_step(x, linear, norm=None, gate=None, pair=None, residual=None):
@@ -1657,7 +1656,7 @@ def linear_step(x, linear, norm=None, gate=None, pair=None, residual=None):
     assert w.shape[1] == K and K % D == 0, f"W has {w.shape[1]} columns and x {K}, in groups of {D}"
     y, (BB, BN, BK) = x.new_empty(B, N), (16, 16, 256) if B <= 16 else (32, 32, 128)
     with torch.cuda.device_of(x):
-        linear_step_kernel[triton.cdiv(N, BN), triton.cdiv(B, BB)](
+        linear_step_kernel[cdiv(N, BN), cdiv(B, BB)](
             x, w, scale, *matrix(pair), norm and norm.weight, gate, residual, y, norm.eps if norm else 0.0, B, N, K, D,
             BB=BB, BN=BN, BK=min(BK, max(16, triton.next_power_of_2(D))), num_warps=4, num_stages=4)
     return y

@@ -97,7 +97,8 @@ GATES = { # log decay a token; every fourth head stays typical, so that strong a
     **{str(x): lambda *shape, x=x: torch.full(shape, float(x)) for x in (0, -1, -5, -20, -50, -100)},
     "one channel": lambda B, T, H, K: torch.where(torch.arange(K) == K // 2, -50.0, typical(B, T, H, K)),
     "one token": lambda B, T, H, K: torch.where(torch.arange(T)[:, None, None] == T // 2, -100.0, typical(B, T, H, K)),
-    "alternating": lambda B, T, H, K: torch.where(torch.arange(T) % 2 == 0, -100.0, 0.0)[:, None, None].repeat(B, 1, H, K),
+    "alternating": lambda B, T, H, K:
+        torch.where(torch.arange(T) % 2 == 0, -100.0, 0.0)[:, None, None].repeat(B, 1, H, K),
     "random": lambda *shape: -50 * torch.rand(shape),
     "half": lambda *shape: torch.where(torch.rand(shape) < 0.5, -50.0, 0.0),
 }
@@ -226,7 +227,8 @@ def test_launch_finds_the_kernel_of_its_arguments(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     kernel, x = Kernel(), torch.zeros(8)
     calls = [(x, None, 5, 64), (x, x, 5, 64), (x.bfloat16(), None, 5, 64), (x[1:], None, 5, 64), (x, None, 5, 128),
-             (kernels.tiles(x.view(1, 1, 1, 8), 1, 8), None, 5, 64), (kernels.tiles(x.view(1, 1, 1, 8), 1, 4), None, 5, 64)]
+             (kernels.tiles(x.view(1, 1, 1, 8), 1, 8), None, 5, 64),
+             (kernels.tiles(x.view(1, 1, 1, 8), 1, 4), None, 5, 64)]
     for args in calls:
         launch(kernel, (2, 3), dict(num_warps=4), *args)
     launch(kernel, (2, 3), dict(num_warps=8), *calls[0])
@@ -631,7 +633,8 @@ def short_conv_loop(x, weight, H, K, V, unit, segment_ids=None):
     return q, k, v
 
 CONV_SHAPES = [(2, 34, 2, 16, 40, 4, True, True), (1, 1, 1, 5, 7, 4, True, True), (3, 19, 2, 16, 64, 2, True, False),
-               (1, 64, 1, 8, 150, 3, False, True), (1, 4, 2, 16, 16, 1, True, True)] # B, T, H, K, V, size, unit, segments
+               (1, 64, 1, 8, 150, 3, False, True), # B, T, H, K, V, size, unit, segments
+               (1, 4, 2, 16, 16, 1, True, True)]
 
 # fp32 sums in another order: 1e-6; bf16 rounds what is returned (2e-3), and the gradient of a norm adds to it
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * torch.cuda.is_available())
@@ -944,7 +947,8 @@ def test_checkpointed_blocks_give_the_same_gradients(name):
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 @pytest.mark.parametrize("shape", [dict(mixer="gla", n_layer=24, n_head=4, d_key=128, d_value=256, d_mlp=2560),
-                                   dict(mixer="gdn", n_layer=21, n_head=6, d_key=128, d_value=256, d_mlp=2432, conv_size=4),
+                                   dict(mixer="gdn", n_layer=21, n_head=6, d_key=128, d_value=256, d_mlp=2432,
+                                        conv_size=4),
                                    dict(mixer="attention", n_layer=24, n_head=16, d_key=64, d_value=64, d_mlp=2560)],
                          ids=lambda shape: shape["mixer"])
 def test_340m_means_340m(shape):
@@ -1116,8 +1120,8 @@ def fla_time_loop(q, k, v, g, beta, A_log, dt_bias, **kwargs):
 def worst_token(x, ref):
     return ((x.double() - ref.double()).norm(dim=-1) / ref.double().norm(dim=-1)).max().item()
 
-# relative errors of the loss, of the worst token's logits, of the worst parameter's gradient. On a CPU: fp32 3e-7, 1e-5,
-# 2e-5; ours in bf16 against ours in fp32 4e-4, 0.15, 0.22 (A_log, three numbers). Not yet run on a GPU
+# relative errors of the loss, of the worst token's logits, of the worst parameter's gradient. On a CPU: fp32 3e-7,
+# 1e-5, 2e-5; ours in bf16 against ours in fp32 4e-4, 0.15, 0.22 (A_log, three numbers). Not yet run on a GPU
 PUBLISHED_TOL = {torch.float32: (1e-5, 2e-5, 1e-4), torch.bfloat16: (1e-2, 0.25, 0.4)}
 
 @pytest.mark.parametrize("dtype", DTYPES)
