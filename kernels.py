@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634) # kernels use exp2 only: log gates are multiplied by log2(e) where first summed
 BT = 64 # tokens a chunk
-SIZES = (16, 32, 64, 128, 256) # widths of K and V that the kernels are built for
+SIZES = (64, 128, 256) # widths of K and V that the kernels are built for: narrower ones aren't worth settings
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -55,11 +55,11 @@ def check(q, k, v, gates, state, segment_ids=None):
 def cdiv(a, b):
     return -(-a // b) # triton.cdiv, which kernels can call too, takes 5 us
 
-def widen(x, least=16):
-    """The last dimension zero-padded to the next of SIZES from `least` on (exact: added keys and values are zero)."""
+def widen(x):
+    """The last dimension zero-padded to the next of SIZES (exact: added keys and values are zero)."""
     D = x.shape[-1]
-    if D < least or D not in SIZES: # padding by 0 would copy
-        x = F.pad(x, (0, next(s for s in SIZES if s >= max(least, D)) - D))
+    if D not in SIZES: # padding by 0 would copy
+        x = F.pad(x, (0, next(s for s in SIZES if s >= D) - D))
     return x.contiguous()
 
 class Tiles(TensorDescriptor):
@@ -489,7 +489,7 @@ def gla_launch(q, V):
     K, bf16, four, eight = q.shape[-1], q.dtype == torch.bfloat16, dict(num_warps=4), dict(num_warps=8)
     if small(q.device):
         return (32, 2, four), (32, 2 if bf16 else 1, four), (32, 2 if bf16 else 1, four), (32, 64, 2, four)
-    prep = 32, 3, dict(num_warps=4, maxnreg=128) if bf16 else four # 128 registers: four programs an SM
+    prep = (64, 2, dict(num_warps=4, maxnreg=168)) if bf16 else (32, 3, four) # 168 registers: three programs an SM
     grad = 64, 64, 3 if bf16 else 2, four
     if bf16 and K <= 128:
         return prep, (min(V, 128), 3, eight), (64, 3, four), grad
@@ -592,8 +592,6 @@ def gla_backward(ctx, do, dSN, *_):
 
 gla_fwd.register_autograd(gla_backward, setup_context=gla_save)
 
-GLA_LEAST = 64 # width of K and V: narrower tiles are not worth launch settings of their own
-
 def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
     """
     Gated Linear Attention (Yang et al. 2024, arXiv:2312.06635), eq. (1) over T tokens: returns o, final_state.
@@ -608,10 +606,10 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
     scale = K**-0.5 if scale is None else float(scale)
     S0 = None
     if initial_state is not None: # held as (V, K)
-        S0 = widen(widen(initial_state, GLA_LEAST).transpose(-1, -2), GLA_LEAST)
+        S0 = widen(widen(initial_state).transpose(-1, -2))
     if segment_ids is not None:
         segment_ids = segment_ids.contiguous()
-    q, k, v, g = (widen(x, GLA_LEAST) for x in (q, k, v, g))
+    q, k, v, g = map(widen, (q, k, v, g))
     o, SN, *_ = gla_fwd(q, k, v, g, scale, S0, segment_ids)
     if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
         o, SN = o[..., :V], SN[..., :V, :K]
@@ -660,22 +658,24 @@ def gla_step(q, k, v, g, state, scale=None):
 #
 # X and Y are made in fp32 and rounded once: where keys are alike, A takes neighbours from each other, and S' or o from
 # a rounded A and u would have eight times (the root of BT) the error. For the same reason backward never rounds u: it
-# makes W again, as forward had it, and multiplies sums over V by an A of two terms. dg is summed inside the chunk only:
-# one sum over the sequence costs ten times the error. beta is taken as max(beta, 1e-14): the function changes by no
-# more than that, u and dv keep their relative accuracy, and dbeta is right at 0. A has 1 on the diagonal; left of it
-# beta_j, a decay and a product of k_i, k_j and contractions between them, no larger than 1: fp16 holds it to 2^-11.
-# No exponent is positive but that of a beta above 1, so nothing overflows. A segment's first token takes the log2 gate
-# RESET, whose exp2 is 0 in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0,
-# and only the first kernel knows of segments. d is e of the last row.
+# multiplies sums of W over V by an A of two terms. dg is summed inside the chunk only: one sum over the sequence costs
+# ten times the error. The states are computed again from W, which takes less than writing them in forward takes off.
+# beta is taken as max(beta, 1e-14): the function changes by no more than that, u and dv keep their relative accuracy,
+# and dbeta is right at 0. A has 1 on the diagonal; left of it beta_j, a decay and a product of k_i, k_j and
+# contractions between them, no larger than 1: fp16 holds it to 2^-11. No exponent is positive but that of a beta above
+# 1, so nothing overflows. A segment's first token takes the log2 gate RESET, whose exp2 is 0 in fp32: D between
+# segments, e behind a boundary, r before one and d across one are exactly 0, and only the first kernel knows of
+# segments. d is e of the last row.
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
 #   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units
 #   A        A (B, H, NT, BT, BT)                 fp16*     gdn_solve         yes      * fp32 with an fp32 q
 #   X^T, Y   X (B, H, NT, K, BT), Y (.., BT, BT)  q's       gdn_solve         yes
-#   S^T      h (B, H, NT, V, K), entering state   q's       gdn_fwd           yes
+#   W        W (B, T, H, V)                       q's       gdn_fwd           yes
+#   S^T      h (B, H, NT, V, K), entering state   q's       gdn_states        -
 #   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
 # The sweeps hold the state transposed, (BV, K): the first operand of every product, straight from the accumulator.
-# FLOPs per token and head: forward 6 K V + 2 BT V and the solve, backward 16 K V + 6 BT V + 20 BT K + 12 BT^2.
+# FLOPs per token and head: forward 6 K V + 2 BT V and the solve, backward 14 K V + 6 BT V + 20 BT K + 12 BT^2.
 
 RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in a chunk still leave 2^-11 of resolution
 MIN_BETA = tl.constexpr(1e-14)
@@ -751,7 +751,7 @@ def gdn_diagonal_inverse(KK, beta, BT: tl.constexpr, DTYPE: tl.constexpr, PREC: 
         b_nt -= tl.where(o_x >> p == 1, b_yt, 0.0)
     return b_n
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT"])
 def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
                      BT: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (2, 3): A, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
@@ -815,11 +815,11 @@ def gdn_square(x, n, BT: tl.constexpr):
     o_i = tl.arange(0, BT)
     return tl.load(x + n.to(tl.int64) * (BT * BT) + o_i[:, None] * BT + o_i[None, :])
 
-@triton.jit
-def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, h, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
+@triton.jit(do_not_specialize=["T", "NT", "NS"])
+def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, W, S1, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                    V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr, SAVE: tl.constexpr,
                    PHI: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
-    """Eq. (4) over one of NS parts of T, from S0 to S1 (B, H, NS, V, K); o if OUT, h if SAVE. PHI: the state
+    """Eq. (4) over one of NS parts of T, from S0 to S1 (B, H, NS, V, K); o if OUT, W if SAVE. PHI: the state
     starts as the identity and v is 0, so that S1 is the part's transition. Grid (B * H * NS * V / BV)."""
     i = tl.program_id(0)
     i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
@@ -837,7 +837,7 @@ def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, h, S1, scale, T, NT, NS, H: tl.c
     k, v, o = tiled(k, T, H * K, BT, K), tiled(v, T, H * V, BT, BV), tiled(o, T, H * V, BT, BV)
     X, Y = tiled(X, K, BT, K, BT), tiled(Y, BT, BT, BT, BT)
     if SAVE:
-        h = tiled(h, V, K, BV, K)
+        W = tiled(W, T, H * V, BT, BV)
     LS = tl.cdiv(NT, NS) # chunks a part
     first, end = i_s * LS, tl.minimum(i_s * LS + LS, NT)
     # q is fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
@@ -853,11 +853,11 @@ def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, h, S1, scale, T, NT, NS, H: tl.c
         b_h = b_S.to(b_k.dtype)
         # W^T = (v - e * (k S))^T: (BV, K) x (K, BT)
         b_w = tl.dot(b_h, tl.trans(b_k), input_precision=PREC) * -b_e[None, :]
-        if SAVE:
-            h.store([n, i_v, 0], b_h.reshape(1, BV, K))
         if not PHI:
             b_w += tl.trans(v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV))
         b_w = b_w.to(b_k.dtype)
+        if SAVE:
+            W.store([i_b, t, i_h * V + i_v], tl.trans(b_w).reshape(1, BT, BV))
         if OUT:
             # o^T = s e * (q S)^T + W^T Y^T: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=PREC) * (b_e * scale)[None, :]
@@ -868,7 +868,7 @@ def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, h, S1, scale, T, NT, NS, H: tl.c
         b_S = tl.dot(b_w, tl.trans(b_X), b_S * b_d, input_precision=PREC)
     tl.store(S1 + state, b_S)
 
-@triton.jit
+@triton.jit(do_not_specialize=["NS"])
 def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
                     BACK: tl.constexpr):
     """The state X (B, H, NS, V, K) that enters each part, X^T_{s+1} = X^T_s phi^T_s + S^T_s from S0; with BACK the
@@ -895,7 +895,28 @@ def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.
 
 # backward
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT", "NS"])
+def gdn_states_kernel(W, X, gates, S0, h, T, NT, NS, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                      BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
+    """The state that enters each chunk of one of NS parts of T, as forward had it. Grid (B * H * NS * V / BV)."""
+    i = tl.program_id(0)
+    i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
+    i_b, i_h = i_bh // H, i_bh % H
+    row = i_bh.to(tl.int64) * NS + i_s
+    b_S = tl.zeros([BV, K], dtype=tl.float32)
+    if S0 is not None:
+        b_S += tl.load(S0 + (row * V + i_v + tl.arange(0, BV)[:, None]) * K + tl.arange(0, K)[None, :])
+    W, X, h = tiled(W, T, H * V, BT, BV), tiled(X, K, BT, K, BT), tiled(h, V, K, BV, K)
+    LS = tl.cdiv(NT, NS) # chunks a part
+    for i_t in tl.range(i_s * LS, tl.minimum(i_s * LS + LS, NT), num_stages=STAGES):
+        n = i_bh * NT + i_t
+        b_d = tl.load(gates + n.to(tl.int64) * (GATES * BT) + E * BT + BT - 1)
+        b_W, b_X = W.load([i_b, i_t * BT, i_h * V + i_v]).reshape(BT, BV), X.load([n, 0, 0]).reshape(K, BT)
+        h.store([n, i_v, 0], b_S.to(b_W.dtype).reshape(1, BV, K))
+        # S'^T = d S^T + W^T X: (BV, BT) x (BT, K)
+        b_S = tl.dot(tl.trans(b_W), tl.trans(b_X), b_S * b_d, input_precision=PREC)
+
+@triton.jit(do_not_specialize=["T", "NT", "NS"])
 def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, NS, H: tl.constexpr, K: tl.constexpr,
                          V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, OUT: tl.constexpr,
                          STAGES: tl.constexpr, PREC: tl.constexpr):
@@ -947,7 +968,13 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     tl.store(dS0 + state, b_dS)
 
 @triton.jit
-def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
+def gdn_transposed(A, n, BT: tl.constexpr, DTYPE: tl.constexpr):
+    """A^T of chunk n as the sum of two of type DTYPE."""
+    hi, lo = gdn_split(gdn_square(A, n, BT).to(tl.float32), DTYPE)
+    return tl.trans(hi), tl.trans(lo)
+
+@triton.jit(do_not_specialize=["T", "NT"])
+def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
                         K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
                         PREC: tl.constexpr):
     """Eqs. (6-10) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
@@ -961,29 +988,25 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
     q, k = tiled(q, T, H * K, BT, K), tiled(k, T, H * K, BT, K)
     dq, dk = tiled(dq, T, H * K, BT, K), tiled(dk, T, H * K, BT, K)
-    v, do, dv = tiled(v, T, H * V, BT, BV), tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV)
+    W, do, dv = tiled(W, T, H * V, BT, BV), tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV)
     h, dh = tiled(h, V, K, BV, K), tiled(dh, V, K, BV, K)
-    # small loads first, they are on their way while the loop runs
+    # small loads first, they are on their way while the loop runs; k and A after each loop, which needs their room
     b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
     b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
-    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
-    b_hi, b_lo = gdn_split(gdn_square(A, n, BT).to(tl.float32), b_k.dtype) # A in two terms
-    b_hi, b_lo = tl.trans(b_hi), tl.trans(b_lo)
 
     b_dq = tl.zeros([BT, K], dtype=tl.float32)
     b_dP, b_Z = tl.zeros([BT, BT], dtype=tl.float32), tl.zeros([BT, BT], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
-        b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_W = W.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-        # W = v - e * (k S): (BT, K) x (K, BV)
-        b_W = (tl.dot(b_k, tl.trans(b_h), input_precision=PREC) * -b_E[:, None] + b_v).to(b_k.dtype)
         # do S^T: (BT, BV) x (BV, K);  do W^T, dv W^T: (BT, BV) x (BV, BT)
         b_dq = tl.dot(b_do, b_h, b_dq, input_precision=PREC)
         b_dP = tl.dot(b_do, tl.trans(b_W), b_dP, input_precision=PREC)
         b_Z = tl.dot(b_dv, tl.trans(b_W), b_Z, input_precision=PREC)
 
+    b_hi, b_lo = gdn_transposed(A, n, BT, q.dtype)
     # do u^T and dv u^T by eq. (7): (BT, BT) x (BT, BT)
     b_dP = gdn_dot_split(b_dP, b_hi, b_lo, None, PREC)
     b_Z = gdn_dot_split(b_Z, b_hi, b_lo, None, PREC)
@@ -994,7 +1017,7 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
     # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of H adds to a row what it takes from the same column: left out, its
     # rounding would swamp dg where the gates are strong
-    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_q, b_k = q.load([i_b, t, i_h * K]).reshape(BT, K), k.load([i_b, t, i_h * K]).reshape(BT, K)
     b_H = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
     b_H += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     b_dq *= (b_E * scale)[:, None]
@@ -1005,20 +1028,23 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
 
     b_dk, b_ks = tl.zeros([K, BT], dtype=tl.float32), tl.zeros([K, BT], dtype=tl.float32)
-    b_hh = tl.zeros([BV * K // 8], dtype=tl.float32)
+    b_hh = tl.zeros([BV, BV], dtype=tl.float32) # S^T dS': the sum of its diagonal is <S, dS'>
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
-        b_v = v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_W = W.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_dh = dh.load([n, i_v, 0]).reshape(BV, K)
         b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-        b_W = (tl.dot(b_k, tl.trans(b_h), input_precision=PREC) * -b_E[:, None] + b_v).to(b_k.dtype)
-        # S dv^T, dS' W^T: (K, BV) x (BV, BT)
+        # S dv^T, dS' W^T: (K, BV) x (BV, BT);  S^T dS': (BV, K) x (K, BV)
         b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
         b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_W), b_ks, input_precision=PREC)
-        b_hh += tl.sum(tl.reshape(b_h.to(tl.float32) * b_dh.to(tl.float32), (BV * K // 8, 8)), 1)
+        b_hh = tl.dot(b_h, tl.trans(b_dh), b_hh, input_precision=PREC)
+    o_v = tl.arange(0, BV)
+    b_hh = tl.sum(tl.sum(tl.where(o_v[:, None] == o_v[None, :], b_hh, 0.0), 1), 0)
     b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
+    b_hi, b_lo = gdn_transposed(A, n, BT, q.dtype)
     # dS' u^T by eq. (7): (K, BT) x (BT, BT)
     b_ks = gdn_dot_split(b_ks, b_hi, b_lo, None, PREC)
+    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
     b_kT = tl.trans(b_k)
     b_dk *= -b_EW[None, :]
     b_ks *= b_RW[None, :]
@@ -1032,9 +1058,9 @@ def gdn_bwd_grad_kernel(q, k, v, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     dk.store([i_b, t, i_h * K], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, K))
     # dg_t: a from t on, b before t. The sum over all tokens less what follows would cancel
     b_dg = tl.sum(tl.where(o_i[None, :] >= o_i[:, None], b_a[None, :], b_b[None, :]), 1)
-    tl.store(dg + row, b_dg + b_d * tl.sum(b_hh, 0), mask=m_t)
+    tl.store(dg + row, b_dg + b_d * b_hh, mask=m_t)
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "NT"])
 def gdn_bwd_finish_kernel(beta, dv, T, NT, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
     """dv = 0 where beta is 0: until here its scaled gradient served dbeta. Grid (B * NT * H)."""
     i = tl.program_id(0)
@@ -1088,17 +1114,22 @@ def gdn_sweep_settings(x, K, V):
         assert x.dtype == torch.bfloat16 or K <= 128 or shared_memory(x.device) >= 144 * 1024, \
             f"float32 with K above 128 needs 144 KB of shared memory, this GPU has {shared_memory(x.device) >> 10}"
         fast = x.dtype == torch.bfloat16 and K <= 128
-        return dict(BV=min(V, 32), STAGES=2 if fast else 1, num_warps=8 if small(x.device) else 4)
+        return dict(BV=32, STAGES=2 if fast else 1, num_warps=8 if small(x.device) else 4)
     if K <= 128:
         return dict(BV=min(V, 128), STAGES=3, num_warps=8 if V >= 128 else 4)
-    return dict(BV=min(V, 64), STAGES=1, num_warps=8)
+    return dict(BV=64, STAGES=1, num_warps=8)
+
+def gdn_states_settings(x, K, V):
+    if INTERPRET or x.dtype == torch.float32 or small(x.device):
+        return gdn_sweep_settings(x, K, V)
+    return dict(BV=64, STAGES=3 if K <= 128 else 2, num_warps=4 if K <= 128 else 8)
 
 def gdn_grad_settings(x, K, V):
     if INTERPRET or x.dtype == torch.float32 or small(x.device):
         if x.dtype == torch.bfloat16 and K <= 128:
             return dict(BV=16, STAGES=1, num_warps=4)
-        return dict(BV=min(V, 32), STAGES=1, num_warps=8)
-    return dict(BV=min(V, 32), STAGES=3, num_warps=4 if K <= 128 else 8)
+        return dict(BV=32, STAGES=1, num_warps=8)
+    return dict(BV=64, STAGES=2 if K <= 128 else 1, num_warps=4 if K <= 128 else 8)
 
 def precision(dtype):
     """Of the products: exact to fp32 for fp32 tensors; bf16 operands have one way only."""
@@ -1106,9 +1137,12 @@ def precision(dtype):
 
 @torch.library.custom_op("kernels::gdn_fwd", mutates_args=())
 def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Optional[Tensor], seg: Optional[Tensor],
-            scale: float, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final state (B, H, V, K), and for backward A, X, Y, gates, h and transitions phi^T (B, H, NS, K, K)."""
-    o, S1, A, X, Y, gates, h, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
+            scale: float, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """
+    o, the final state (B, H, V, K), and for backward A, X, Y, gates, W, the state that enters each part, where there
+    are several, (B, H, NS, V, K), and transitions phi^T (B, H, NS, K, K).
+    """
+    o, S1, A, X, Y, gates, W, entry, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
     B, T, H, K = q.shape
     V, NT, NS, PREC = v.shape[-1], Y.shape[2], phi.shape[2], precision(q.dtype)
     chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
@@ -1118,7 +1152,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
             q, tiles(k, BT, K), tiles(v, BT, BV), chunks(X, K, BT), chunks(Y, BT, BT), gates, S0, tiles(o, BT, BV),
-            chunks(h, BV, K) if save else None, S1, scale, T, NT, NS,
+            tiles(W, BT, BV) if save else None, S1, scale, T, NT, NS,
             H=H, K=K, V=V, BT=BT, OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
@@ -1128,7 +1162,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
         else:
-            part, entry = (S1.new_empty(B, H, NS, V, K) for _ in range(2))
+            part = torch.empty_like(entry)
             sweep(None, part, V)
             sweep(None, phi, K, PHI=True)
             gdn_fold(part, phi, S0, entry)
@@ -1143,7 +1177,8 @@ def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     per_chunk = lambda x, *shape, dtype=None: x.new_empty(B, H, NT, *shape, dtype=dtype)
     A_dtype = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
     return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, BT, BT if save else 0, dtype=A_dtype),
-            per_chunk(q, K, BT), per_chunk(q, BT, BT), per_chunk(g, GATES.value, BT), per_chunk(q, V if save else 0, K),
+            per_chunk(q, K, BT), per_chunk(q, BT, BT), per_chunk(g, GATES.value, BT),
+            torch.empty_like(v) if save else v.new_empty(0), g.new_empty(B, H, NS, V, K if NS > 1 else 0),
             g.new_empty(B, H, NS, K, K if NS > 1 else 0))
 
 def gdn_fold(part, phi, S0, X, BACK=False):
@@ -1151,16 +1186,17 @@ def gdn_fold(part, phi, S0, X, BACK=False):
     gdn_fold_kernel[(B * H * V // 16,)](part, phi, S0, X, NS, K=K, V=V, BV=16, BK=min(K, 64), BACK=BACK, num_warps=4)
 
 @torch.library.custom_op("kernels::gdn_bwd", mutates_args=())
-def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, v: Tensor, beta: Tensor, A: Tensor,
-            X: Tensor, Y: Tensor, gates: Tensor, h: Tensor, phi: Tensor, scale: float) \
+def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, beta: Tensor, S0: Optional[Tensor],
+            A: Tensor, X: Tensor, Y: Tensor, gates: Tensor, W: Tensor, entry: Tensor, phi: Tensor, scale: float) \
             -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg, dbeta and the initial state's gradient (B, H, V, K)."""
-    dq, dk, dv, dg, dbeta, dS0 = outputs = gdn_bwd_outputs(do, dS1, q, k, v, beta, A, X, Y, gates, h, phi, scale)
-    (B, T, H, K), V = q.shape, v.shape[-1]
+    outputs = dq, dk, dv, dg, dbeta, dS0 = gdn_bwd_outputs(do, dS1, q, k, beta, S0, A, X, Y, gates, W, entry, phi,
+                                                           scale)
+    (B, T, H, K), V = q.shape, W.shape[-1]
     NT, NS, PREC = Y.shape[2], phi.shape[2], precision(q.dtype)
     do = torch.zeros_like(dv) if do is None else do.contiguous()
     dS1 = None if dS1 is None else dS1.contiguous()
-    dh = torch.empty_like(h)
+    h, dh = (q.new_empty(B, H, NT, V, K) for _ in range(2))
     chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
 
     def sweep(dS1, dS0, OUT=False):
@@ -1171,6 +1207,11 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, v
             chunks(dh, BV, K), dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
+        settings = gdn_states_settings(q, K, V)
+        BV = settings["BV"]
+        gdn_states_kernel[(B * H * NS * V // BV,)](
+            tiles(W, BT, BV), chunks(X, K, BT), gates, S0 if NS == 1 else entry, chunks(h, BV, K), T, NT, NS,
+            H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         if NS == 1:
             sweep(dS1, dS0, OUT=True)
         else:
@@ -1182,27 +1223,27 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, v
         settings = gdn_grad_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), A,
+            tiles(q, BT, K), tiles(k, BT, K), tiles(W, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), A,
             chunks(h, BV, K), chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale,
             T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
     return outputs
 
 @gdn_bwd.register_fake
-def gdn_bwd_outputs(do, dS1, q, k, v, beta, A, X, Y, gates, h, phi, scale):
-    (B, T, H, K), V = q.shape, v.shape[-1]
-    return (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), gates.new_empty(B, T, H),
+def gdn_bwd_outputs(do, dS1, q, k, beta, S0, A, X, Y, gates, W, entry, phi, scale):
+    (B, T, H, K), V = q.shape, W.shape[-1]
+    return (torch.empty_like(q), torch.empty_like(k), torch.empty_like(W), gates.new_empty(B, T, H),
             torch.empty_like(beta), gates.new_empty(B, H, V, K))
 
 def gdn_setup(ctx, inputs, output):
     q, k, v, g, beta, S0, seg, scale, save = inputs
     ctx.set_materialize_grads(False) # else each extra output gets a gradient of zeros
-    ctx.save_for_backward(q, k, v, beta, *output[2:])
-    ctx.scale, ctx.initial = scale, S0 is not None
+    ctx.save_for_backward(q, k, beta, S0, *output[2:])
+    ctx.scale = scale
 
 def gdn_gradients(ctx, do, dS1, *rest):
     dq, dk, dv, dg, dbeta, dS0 = gdn_bwd(do, dS1, *ctx.saved_tensors, ctx.scale)
-    return dq, dk, dv, dg, dbeta, dS0 if ctx.initial else None, None, None, None
+    return dq, dk, dv, dg, dbeta, dS0 if ctx.saved_tensors[3] is not None else None, None, None, None
 
 gdn_fwd.register_autograd(gdn_gradients, setup_context=gdn_setup)
 
