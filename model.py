@@ -148,7 +148,7 @@ class GLA(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
-        self.split = [H * (K + K + V), GATE_RANK] # q, k and v; what the decay is made from
+        self.split = [H * (K + K + V), GATE_RANK] # rows of in_proj: q, k and v; what the decay is made from
         self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
         self.decay_proj = nn.Linear(GATE_RANK, H * K)
         self.gate_proj = nn.Linear(cfg.n_embd, H * V, bias=False) # the output gate
