@@ -148,7 +148,7 @@ class GLA(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
-        self.split = [H * (K + K + V), GATE_RANK] # q, k and v; what the decay is made from
+        self.split = [H * (K + K + V), GATE_RANK] # rows of in_proj: q, k and v; what the decay is made from
         self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
         self.decay_proj = nn.Linear(GATE_RANK, H * K)
         self.gate_proj = nn.Linear(cfg.n_embd, H * V, bias=False) # the output gate
@@ -165,10 +165,10 @@ class GLA(nn.Module):
 
     def forward(self, x, segment_ids=None, state=None):
         H, K, V = self.dims
-        qkv, low = self.in_proj(x).split(self.split, -1)
-        q, k, v = heads(qkv, self.dims, self.conv, False, segment_ids, state)
+        qkv, low = self.in_proj.weight.split(self.split)
+        q, k, v = heads(x, qkv, self.dims, self.conv, False, segment_ids, state)
         # in fp32: products of many gates near 1 decide how far the state remembers
-        g = F.logsigmoid(self.decay_proj(low).float()).unflatten(-1, (H, K)) / GATE_NORMALIZER
+        g = F.logsigmoid(self.decay_proj(F.linear(x, low)).float()).unflatten(-1, (H, K)) / GATE_NORMALIZER
         o = mix("gla", (q, k, v, g), segment_ids, state)
         o = self.norm(o, self.gate_proj(x).unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
@@ -196,7 +196,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x, segment_ids=None, state=None):
         H, K, V = self.dims
-        q, k, v = heads(self.in_proj(x), self.dims, self.conv, True, segment_ids, state)
+        q, k, v = heads(x, self.in_proj.weight, self.dims, self.conv, True, segment_ids, state)
         # 2H = 12 rows are padded to 16: cuBLAS has no fast kernel for rows that are not a multiple of 16 bytes
         ab = F.linear(x, F.pad(self.ab_proj.weight, (0, 0, 0, -2 * H % 8)))
         a, b = ab[..., :H].float(), ab[..., H:2 * H].float() # (B, T, H)
@@ -205,30 +205,33 @@ class GatedDeltaNet(nn.Module):
         o = self.norm(o, self.gate_proj(x).unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
 
-def heads(qkv, dims, conv, unit_length, segment_ids, state):
+def heads(x, weight, dims, conv, unit_length, segment_ids, state):
     """
-    q, k (B, T, H, K) and v (B, T, H, V) out of qkv (B, T, H (K + K + V)): through the short convolution where there is
-    one, which continues state["conv"]; then q and k scaled to unit length, if asked.
+    q, k (B, T, H, K) and v (B, T, H, V) of x (B, T, C): its product with weight (H (K + K + V), C), then the short
+    convolution where there is one, which continues state["conv"]; q and k scaled to unit length, if asked.
     """
-    (H, K, V), T = dims, qkv.shape[1]
-    if conv is not None and state is not None: # the tokens before, of the first token's segment, and then these
-        past = state["conv"].shape[1]
-        qkv = torch.cat([state["conv"].to(qkv.dtype), qkv], 1)
-        state["conv"].copy_(qkv[:, T:])
-        if segment_ids is not None:
-            segment_ids = torch.cat([segment_ids[:, :1].expand(-1, past), segment_ids], 1)
-    if conv is not None and qkv.is_cuda:
-        import kernels
-        q, k, v = kernels.short_conv(qkv, conv.weight, H, K, V, unit_length, segment_ids)
+    H, K, V = dims
+    split, past = [H * K, H * K, H * V], 0
+    if conv is None:
+        # a product each: q, k and v are contiguous, as the kernels read them, and backward joins the gradients of the
+        # weights (MBs), not theirs (hundreds of MBs)
+        q, k, v = (F.linear(x, w) for w in weight.split(split))
+        if unit_length: # Gated DeltaNet has the convolution's SiLU without it too
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
     else:
-        if conv is not None:
-            qkv = conv(qkv, segment_ids)
-        elif unit_length: # Gated DeltaNet has the convolution's SiLU without it too
-            qkv = F.silu(qkv)
-        q, k, v = (x.unflatten(-1, (H, -1)) for x in qkv.split([H * K, H * K, H * V], -1))
-        if unit_length:
-            q, k = unit(q), unit(k)
-    return q[:, -T:], k[:, -T:], v[:, -T:]
+        qkv = F.linear(x, weight) # one product: the convolution takes all three apart, and joins their gradients
+        if state is not None: # the tokens before, of the first token's segment, and then these
+            past = state["conv"].shape[1]
+            qkv = torch.cat([state["conv"].to(qkv.dtype), qkv], 1)
+            state["conv"].copy_(qkv[:, x.shape[1]:])
+            if segment_ids is not None:
+                segment_ids = torch.cat([segment_ids[:, :1].expand(-1, past), segment_ids], 1)
+        if qkv.is_cuda:
+            import kernels
+            return [y[:, past:] for y in kernels.short_conv(qkv, conv.weight, H, K, V, unit_length, segment_ids)]
+        q, k, v = conv(qkv, segment_ids)[:, past:].split(split, -1)
+    q, k, v = (y.unflatten(-1, (H, -1)) for y in (q, k, v))
+    return (unit(q), unit(k), v) if unit_length else (q, k, v)
 
 def mix(name, inputs, segment_ids, state):
     """
@@ -262,11 +265,7 @@ class Attention(nn.Module):
         return {"length": 0, "k": empty[..., :K], "v": empty[..., :V]}
 
     def forward(self, x, segment_ids=None, state=None):
-        return self.out_proj(self.attend(self.in_proj(x), state))
-
-    def attend(self, qkv, state=None):
-        """(B, T, H V) of queries, keys and values (B, T, H (K + K + V)), which continue `state` if there is one."""
-        T, (q, k, v) = qkv.shape[1], heads(qkv, self.dims, None, False, None, None)
+        T, (q, k, v) = x.shape[1], heads(x, self.in_proj.weight, self.dims, None, False, None, None)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2) # (B, H, T, K), (B, H, T, K), (B, H, T, V)
         past = 0 if state is None else state["length"]
         q, k = rotate(q, past), rotate(k, past) # (B, H, T, K)
@@ -278,7 +277,7 @@ class Attention(nn.Module):
         else:
             from torch.nn.attention.bias import causal_lower_right # importing it takes 2 s, which training need not
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(T, past + T))
-        return o.transpose(1, 2).flatten(2)
+        return self.out_proj(o.transpose(1, 2).flatten(2))
 
     def fixed_state(self, batch, room, dtype, device):
         """A state for `step`: memory for `room` tokens that stays where it is, the length known to the device alone."""
