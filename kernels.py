@@ -62,6 +62,12 @@ def widen(x):
         x = F.pad(x, (0, next(s for s in SIZES if s >= D) - D))
     return x.contiguous()
 
+def evenly(x):
+    """x (B, T, H, D) where its tokens lie evenly apart, be they columns of a wider product's output; else a copy."""
+    B, T, H, D = x.shape
+    even = x.stride() == (T * x.stride(1), x.stride(1), D, 1) and x.stride(1) * x.element_size() % 16 == 0
+    return x if even and D in SIZES else widen(x)
+
 class Tiles(TensorDescriptor):
     def __post_init__(self): # leaves out the checks, 2 us on the host for each descriptor
         pass
@@ -75,8 +81,8 @@ def tiles(x, rows, cols):
     if x.data_ptr() % 16: # an input that begins inside of another tensor; TMA wants 16 bytes
         x = x.clone()
     if not has_tma(x.device):
-        return x
-    return Tiles(x, [B, T, H * D], [T * H * D, H * D, 1], [1, rows, cols])
+        return x.contiguous()
+    return Tiles(x, [B, T, H * D], [x.stride(0), x.stride(1), 1], [1, rows, cols])
 
 COMPILED = {} # kernels by all that decides their code: options, constants, the types and alignments of tensors
 
@@ -191,10 +197,10 @@ def gla_matsum(M, x, DT: tl.constexpr):
     return s
 
 @triton.jit
-def gla_rows(x, i_b, i_h, i_t, i_k, T, H: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
-    """Pointers to a chunk's rows of x (B, T, H, K), keys from i_k on: (BT, BK)."""
-    x += ((i_b.to(tl.int64) * T + i_t * BT) * H + i_h) * K + i_k
-    return x + tl.arange(0, BT)[:, None] * (H * K) + tl.arange(0, BK)[None, :]
+def gla_rows(x, stride, i_b, i_t, column, T, BT: tl.constexpr, BK: tl.constexpr):
+    """Pointers to a chunk's rows of x (B, T, .) from a column on, (BT, BK); stride: from token to token."""
+    x += (i_b.to(tl.int64) * T + i_t * BT) * stride + column
+    return x + tl.arange(0, BT)[:, None] * stride + tl.arange(0, BK)[None, :]
 
 @triton.jit
 def gla_matrix(LMR, segment_ids, i_b, i_t, row, n: tl.constexpr, BT: tl.constexpr):
@@ -236,7 +242,7 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
     return X, Z, late, pair
 
 @triton.jit(do_not_specialize=["T", "scale"])
-def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H: tl.constexpr,
+def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, s_q, s_k, H: tl.constexpr,
                     K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
     """Eq. (2) of a chunk by (10), and whether it is strong, thus to be done again. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
@@ -250,9 +256,9 @@ def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, 
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
     least = tl.zeros([16, BK], dtype=tl.float32)
     for i_k in tl.range(0, K, BK, num_stages=STAGES):
-        b_q = tl.load(gla_rows(q, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
-        b_k = tl.load(gla_rows(k, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
-        b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        b_q = tl.load(gla_rows(q, s_q, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
+        b_k = tl.load(gla_rows(k, s_k, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
+        b_g = tl.load(gla_rows(g, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
         # (16, BT) x (BT, BK)
         sums = gla_matsum(R, b_g, DT) * LOG2E
         least = tl.minimum(least, sums)
@@ -264,21 +270,21 @@ def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, 
         E = gla_matsum(M, b_g, DT) * LOG2E
         qx = b_q * tl.exp2(E) # q e^E, and below k e^{-E}: infinite in some strong chunks
         b_qe = tl.where((seg == first)[:, None], qx * (scale * tl.exp2(b_enter))[None, :], 0.0)
-        tl.store(gla_rows(qe, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_qe.to(DT), mask=live)
+        tl.store(gla_rows(qe, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), b_qe.to(DT), mask=live)
         kx = b_k * tl.exp2(-E)
         b_ke = tl.where((seg == last)[:, None], kx * tl.exp2(b_leave)[None, :], 0.0)
-        tl.store(gla_rows(ke, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_ke.to(DT), mask=live)
+        tl.store(gla_rows(ke, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), b_ke.to(DT), mask=live)
         # (10): (BT, BK) x (BK, BT); above the diagonal it may overflow
         b_P = tl.dot(qx.to(DT), tl.trans(kx.to(DT)), b_P, input_precision="tf32x3")
     lower = (gla_matrix(LMR, segment_ids, i_b, i_t, 0, BT, BT) > 0) | (o[:, None] == o[None, :])
     b_P = tl.where(lower, b_P * scale, 0.0)
-    tl.store(gla_rows(P, i_b, i_h, i_t, 0, T, H, BT, BT, BT), b_P.to(DT), mask=live)
+    tl.store(gla_rows(P, H * BT, i_b, i_t, i_h * BT, T, BT, BT), b_P.to(DT), mask=live)
     least = tl.where(r >= 3, least, 0.0) # the sums of the halves
     tl.store(strong + i_c, (tl.min(tl.min(least, 0), 0) < -REACH).to(tl.int32))
 
 @triton.jit(do_not_specialize=["T", "scale"])
-def gla_strong_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H: tl.constexpr, K: tl.constexpr,
-                      BT: tl.constexpr, BK: tl.constexpr):
+def gla_strong_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, s_q, s_k, H: tl.constexpr,
+                      K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
     """Eq. (2) of a strong chunk, P by (12). Grid (B H, NT); returns at once where the chunk is not strong."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
@@ -292,23 +298,23 @@ def gla_strong_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale
     M = gla_matrix(LMR, segment_ids, i_b, i_t, BT, BT, BT)
     b_P = tl.zeros([BT, BT], dtype=tl.float32)
     for i_k in range(0, K, BK):
-        b_q = tl.load(gla_rows(q, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
-        b_k = tl.load(gla_rows(k, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
-        b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+        b_q = tl.load(gla_rows(q, s_q, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
+        b_k = tl.load(gla_rows(k, s_k, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
+        b_g = tl.load(gla_rows(g, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
         o_c = i_c * 3 * K + i_k + tl.arange(0, BK)
         b_enter, b_leave = tl.load(gates + o_c), tl.load(gates + o_c + K)
         E = gla_matsum(M, b_g, DT) * LOG2E
         b_qe = tl.where((seg == first)[:, None], b_q * tl.exp2(E + b_enter[None, :]) * scale, 0.0)
-        tl.store(gla_rows(qe, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_qe.to(DT), mask=live)
+        tl.store(gla_rows(qe, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), b_qe.to(DT), mask=live)
         b_ke = tl.where((seg == last)[:, None], b_k * tl.exp2(b_leave[None, :] - E), 0.0)
-        tl.store(gla_rows(ke, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_ke.to(DT), mask=live)
+        tl.store(gla_rows(ke, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), b_ke.to(DT), mask=live)
         diagonal = tl.sum(b_q.to(tl.float32) * b_k.to(tl.float32), 1)
         b_P += tl.where(o[:, None] == o[None, :], diagonal[:, None], 0.0)
         for level in range(6): # BT = 2^6
             X, Z, late, pair = gla_level(level, b_q, b_k, b_g, seg, DT, BT)
             # Z Z^T: (BT, BK) x (BK, BT)
             b_P += tl.where(pair, tl.dot(Z, tl.trans(Z), input_precision="tf32x3"), 0.0)
-    tl.store(gla_rows(P, i_b, i_h, i_t, 0, T, H, BT, BT, BT), (b_P * scale).to(DT), mask=live)
+    tl.store(gla_rows(P, H * BT, i_b, i_t, i_h * BT, T, BT, BT), (b_P * scale).to(DT), mask=live)
 
 @triton.jit(do_not_specialize=["T", "n"])
 def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, gates, part, part_decay, T, n, H: tl.constexpr, K: tl.constexpr,
@@ -382,12 +388,12 @@ def gla_dP_kernel(v, do, segment_ids, LMR, dP, diagonal, scale, T, H: tl.constex
     b_diagonal = tl.sum(tl.where(o[:, None] == o[None, :], b_dP, 0.0), 1)
     tl.store(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, b_diagonal, mask=t0 + o < T)
     b_dP = tl.where(gla_matrix(LMR, segment_ids, i_b, i_t, 0, BT, BT) > 0, b_dP, 0.0)
-    rows = gla_rows(dP, i_b, i_h, i_t, 0, T, H, BT, BT, BT)
+    rows = gla_rows(dP, H * BT, i_b, i_t, i_h * BT, T, BT, BT)
     tl.store(rows, b_dP.to(dP.dtype.element_ty), mask=(t0 + o < T)[:, None])
 
 @triton.jit(do_not_specialize=["T", "scale"])
-def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, strong, h, dh, dq, dk, dg, scale, T,
-                    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, strong, h, dh, dq, dk, dg, scale, T, s_q,
+                    s_k, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
                     BV: tl.constexpr, STAGES: tl.constexpr, STRONG: tl.constexpr):
     """Eqs. (7) to (9) of a chunk for BK keys, stored where the chunk is as STRONG. Grid (B H K/BK, NT)."""
     i_bh, i_k, i_t = tl.program_id(0) // (K // BK), tl.program_id(0) % (K // BK) * BK, tl.program_id(1)
@@ -403,9 +409,9 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, stron
     o = tl.arange(0, BT)
     live = (t0 + o < T)[:, None]
     # by pointer: these loads stay in flight through the loop
-    b_q = tl.load(gla_rows(q, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
-    b_k = tl.load(gla_rows(k, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
-    b_g = tl.load(gla_rows(g, i_b, i_h, i_t, i_k, T, H, K, BT, BK), mask=live, other=0.0)
+    b_q = tl.load(gla_rows(q, s_q, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
+    b_k = tl.load(gla_rows(k, s_k, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
+    b_g = tl.load(gla_rows(g, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     SdS = tl.zeros([BK, BK], dtype=tl.float32) # the diagonal is sum_v S dS'
@@ -429,7 +435,7 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, stron
     b_y = tl.load(gates + o_c + 2 * K) * tl.sum(tl.where(o_k[:, None] == o_k[None, :], SdS, 0.0), 1)
     b_diagonal = tl.load(diagonal + (i_b.to(tl.int64) * T + t0 + o) * H + i_h, mask=t0 + o < T, other=0.0)[:, None]
     # zero on the diagonal and above
-    b_dP = tl.load(gla_rows(dP, i_b, i_h, i_t, 0, T, H, BT, BT, BT), mask=live, other=0.0)
+    b_dP = tl.load(gla_rows(dP, H * BT, i_b, i_t, i_h * BT, T, BT, BT), mask=live, other=0.0)
     E = gla_matsum(M, b_g, DT) * LOG2E
     if STRONG:
         b_dq = tl.where(m_first, b_dq * tl.exp2(E + b_enter[None, :]) * scale, 0.0)
@@ -452,13 +458,13 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, stron
         b_a = kx * b_dk
         b_dk = tl.dot(tl.trans(b_dP), (b_q * X).to(DT), b_dk, input_precision="tf32x3") * Y
         live = (t0 + o < tl.where(is_strong == 0, T, 0))[:, None]
-    tl.store(gla_rows(dq, i_b, i_h, i_t, i_k, T, H, K, BT, BK), (b_dq + b_diagonal * b_k).to(DT), mask=live)
-    tl.store(gla_rows(dk, i_b, i_h, i_t, i_k, T, H, K, BT, BK), (b_dk + b_diagonal * b_q).to(DT), mask=live)
+    tl.store(gla_rows(dq, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), (b_dq + b_diagonal * b_k).to(DT), mask=live)
+    tl.store(gla_rows(dk, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), (b_dk + b_diagonal * b_q).to(DT), mask=live)
     # (9): (BT, BT) x (BT, BK)
     b_x = b_q * b_dq - (b_k * b_dk - b_a)
     b_dg = gla_matsum(tl.trans(b_L), b_x, DT) + b_x + b_y[None, :]
     b_dg = tl.dot(b_L, b_a.to(DT), b_dg, input_precision="tf32x3")
-    tl.store(gla_rows(dg, i_b, i_h, i_t, i_k, T, H, K, BT, BK), b_dg.to(dg.dtype.element_ty), mask=live)
+    tl.store(gla_rows(dg, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), b_dg.to(dg.dtype.element_ty), mask=live)
 
 @triton.jit
 def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.constexpr, BK: tl.constexpr,
@@ -479,7 +485,7 @@ def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.con
     tl.store(tile, S, mask=mask)
     tl.store(o + i_bh * V + o_v, tl.sum(S * b_q[None, :], 1).to(o.dtype.element_ty), mask=m_v)
 
-def gla_launch(q, V):
+def gla_launch(q, g, V):
     """
     Tiles, stages and options of prep (BK), the sweep with outputs (BV), that of states alone (BV) and grad (BK, BV); K
     and V are 64, 128 or 256. bf16 with K up to 128 is the fast case and takes up to 217 KB of shared memory; GPUs with
@@ -489,7 +495,9 @@ def gla_launch(q, V):
     K, bf16, four, eight = q.shape[-1], q.dtype == torch.bfloat16, dict(num_warps=4), dict(num_warps=8)
     if small(q.device):
         return (32, 2, four), (32, 2 if bf16 else 1, four), (32, 2 if bf16 else 1, four), (32, 64, 2, four)
-    prep = (64, 2, dict(num_warps=4, maxnreg=168)) if bf16 else (32, 3, four) # 168 registers: three programs an SM
+    prep = 32, 3, dict(num_warps=4, maxnreg=128) if bf16 else four # 128 registers: four programs an SM
+    if bf16 and g.dtype == torch.bfloat16: # 168 registers: three programs an SM; an fp32 gate would spill
+        prep = 64, 2, dict(num_warps=4, maxnreg=168)
     grad = 64, 64, 3 if bf16 else 2, four
     if bf16 and K <= 128:
         return prep, (min(V, 128), 3, eight), (64, 3, four), grad
@@ -532,8 +540,8 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     LMR = q.new_empty(*chunks, 2 * BT + 16, BT)
     gates = q.new_empty(B * H, NT, 3, K, dtype=torch.float32)
     strong = q.new_empty(B * H, NT, dtype=torch.int32)
-    (BK, STAGES, options), out, _, _ = gla_launch(q, V)
-    io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, H, K, BT
+    (BK, STAGES, options), out, _, _ = gla_launch(q, g, V)
+    io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, q.stride(1), k.stride(1), H, K, BT
     with torch.cuda.device_of(q):
         launch(gla_matrices_kernel, chunks, dict(num_warps=4), segment_ids, LMR, T, BT)
         launch(gla_prep_kernel, (B * H, NT), options, *io, BK, STAGES)
@@ -558,7 +566,7 @@ def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
     h, dh = q.new_empty(B * H, NT * V, K), q.new_empty(B * H, NT * V, K)
     dP, diagonal = torch.empty_like(P), gates.new_empty(B, T, H)
-    _, out, states, (BK, BV, STAGES, options) = gla_launch(q, V)
+    _, out, states, (BK, BV, STAGES, options) = gla_launch(q, g, V)
     with torch.cuda.device_of(q):
         tqe, tke = tiles(qe, BT, K), tiles(ke, BT, K)
         gla_sweep(v, tke, None, None, None, h, S0, gates, states, reverse=False)
@@ -569,7 +577,8 @@ def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
                H, V, BT, BV, 3)
         for is_strong in (False, True):
             launch(gla_grad_kernel, (B * H * (K // BK), NT), options, q, k, tv, g, segment_ids, tdo, LMR, dP, diagonal,
-                   gates, strong, th, tdh, dq, dk, dg, scale, T, H, K, V, BT, BK, BV, STAGES, is_strong)
+                   gates, strong, th, tdh, dq, dk, dg, scale, T, q.stride(1), k.stride(1), H, K, V, BT, BK, BV, STAGES,
+                   is_strong)
     return dq, dk, dv, dg, dS0
 
 @gla_bwd.register_fake
@@ -609,7 +618,7 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
         S0 = widen(widen(initial_state).transpose(-1, -2))
     if segment_ids is not None:
         segment_ids = segment_ids.contiguous()
-    q, k, v, g = map(widen, (q, k, v, g))
+    q, k, v, g = *map(evenly, (q, k, v)), widen(g)
     o, SN, *_ = gla_fwd(q, k, v, g, scale, S0, segment_ids)
     if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
         o, SN = o[..., :V], SN[..., :V, :K]

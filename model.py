@@ -210,27 +210,23 @@ def heads(x, weight, dims, conv, unit_length, segment_ids, state):
     q, k (B, T, H, K) and v (B, T, H, V) of x (B, T, C): its product with weight (H (K + K + V), C), then the short
     convolution where there is one, which continues state["conv"]; q and k scaled to unit length, if asked.
     """
-    H, K, V = dims
-    split, past = [H * K, H * K, H * V], 0
-    if conv is None:
-        # a product each: q, k and v are contiguous, as the kernels read them, and backward joins the gradients of the
-        # weights (MBs), not theirs (hundreds of MBs)
-        q, k, v = (F.linear(x, w) for w in weight.split(split))
-        if unit_length: # Gated DeltaNet has the convolution's SiLU without it too
-            q, k, v = F.silu(q), F.silu(k), F.silu(v)
-    else:
-        qkv = F.linear(x, weight) # one product: the convolution takes all three apart, and joins their gradients
-        if state is not None: # the tokens before, of the first token's segment, and then these
-            past = state["conv"].shape[1]
-            qkv = torch.cat([state["conv"].to(qkv.dtype), qkv], 1)
-            state["conv"].copy_(qkv[:, x.shape[1]:])
-            if segment_ids is not None:
-                segment_ids = torch.cat([segment_ids[:, :1].expand(-1, past), segment_ids], 1)
-        if qkv.is_cuda:
-            import kernels
-            return [y[:, past:] for y in kernels.short_conv(qkv, conv.weight, H, K, V, unit_length, segment_ids)]
-        q, k, v = conv(qkv, segment_ids)[:, past:].split(split, -1)
-    q, k, v = (y.unflatten(-1, (H, -1)) for y in (q, k, v))
+    (H, K, V), T, past = dims, x.shape[1], 0
+    # one product: the kernels read q, k and v as columns of it, the convolution also joins their gradients
+    qkv = F.linear(x, weight)
+    if conv is not None and state is not None: # the tokens before, of the first token's segment, and then these
+        past = state["conv"].shape[1]
+        qkv = torch.cat([state["conv"].to(qkv.dtype), qkv], 1)
+        state["conv"].copy_(qkv[:, T:])
+        if segment_ids is not None:
+            segment_ids = torch.cat([segment_ids[:, :1].expand(-1, past), segment_ids], 1)
+    if conv is not None and qkv.is_cuda:
+        import kernels
+        return [y[:, past:] for y in kernels.short_conv(qkv, conv.weight, H, K, V, unit_length, segment_ids)]
+    if conv is not None:
+        qkv = conv(qkv, segment_ids)[:, past:]
+    elif unit_length: # Gated DeltaNet has the convolution's SiLU without it too
+        qkv = F.silu(qkv)
+    q, k, v = (y.unflatten(-1, (H, -1)) for y in qkv.split([H * K, H * K, H * V], -1))
     return (unit(q), unit(k), v) if unit_length else (q, k, v)
 
 def mix(name, inputs, segment_ids, state):
@@ -265,8 +261,10 @@ class Attention(nn.Module):
         return {"length": 0, "k": empty[..., :K], "v": empty[..., :V]}
 
     def forward(self, x, segment_ids=None, state=None):
-        T, (q, k, v) = x.shape[1], heads(x, self.in_proj.weight, self.dims, None, False, None, None)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2) # (B, H, T, K), (B, H, T, K), (B, H, T, V)
+        (H, K, V), T = self.dims, x.shape[1]
+        # a product each: kept for backward, a slice of one product would keep all of it. (B, H, T, K) and (B, H, T, V)
+        weights = self.in_proj.weight.split([H * K, H * K, H * V])
+        q, k, v = (F.linear(x, w).unflatten(-1, (H, -1)).transpose(1, 2) for w in weights)
         past = 0 if state is None else state["length"]
         q, k = rotate(q, past), rotate(k, past) # (B, H, T, K)
         if state is not None:

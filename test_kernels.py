@@ -268,6 +268,21 @@ def test_gla_strides_repeats_and_poison():
     for x, y in zip(a, b):
         assert torch.isfinite(x).all() and torch.equal(x, y)
 
+@pytest.mark.parametrize("gate", ["typical", "-5"])
+def test_gla_reads_columns_of_one_product(gate):
+    """q, k and v as slices of one tensor are read where they are, to the same bits; one token late they are copied."""
+    from kernels import evenly, gla
+    inputs = gla_inputs(2, 70, 2, *((128, 256) if GPU else (64, 64)), gate, DTYPES[0])
+    ref = gla_grads(gla, *inputs)
+    qkv = torch.cat([x.flatten(2) for x in inputs[:3]], -1).requires_grad_()
+    split = [x.shape[2] * x.shape[3] for x in inputs[:3]]
+    q, k, v = (x.unflatten(-1, (2, -1)) for x in qkv.split(split, -1))
+    assert all(evenly(x) is x for x in (q, k, v)) and evenly(q[:, 1:]).is_contiguous()
+    o, S = gla(q, k, v, inputs[3], None, inputs[4])
+    torch.autograd.backward([o, S], inputs[5:])
+    assert torch.equal(o, ref[0]) and torch.equal(S, ref[1])
+    assert torch.equal(qkv.grad, torch.cat([x.flatten(2) for x in ref[2:5]], -1))
+
 @pytest.mark.parametrize("gate", ["typical", "-50"])
 @pytest.mark.parametrize("K, V", [(16, 32), (100, 40)])
 def test_gla_step(K, V, gate):
