@@ -1264,8 +1264,7 @@ def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_i
     first token's segment; segment_ids (B, T) int32, non-decreasing: the state is reset where the id changes.
     Returns o like v, and the final state (B, H, K, V), float32; both are differentiable.
     """
-    B, T, H, K = q.shape
-    V = v.shape[-1]
+    (B, T, H, K), V, dtype = q.shape, v.shape[-1], q.dtype
     check(q, k, v, [("g", g, (B, T, H), (torch.float32,)), ("beta", beta, (B, T, H), (torch.float32, q.dtype))],
           initial_state, segment_ids)
     S0 = initial_state
@@ -1273,13 +1272,15 @@ def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_i
         S0 = widen(widen(S0).transpose(-1, -2)) # (B, H, V, K), K-contiguous
     if segment_ids is not None:
         segment_ids = segment_ids.contiguous()
+    if min(K, V) < 32: # sums of so few terms would show every rounding to bf16
+        q, k, v = q.float(), k.float(), v.float()
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, S0))
     o, S1, *_ = gdn_fwd(widen(q), widen(k), widen(v), g.contiguous(), beta.contiguous(), S0, segment_ids,
                         float(K**-0.5 if scale is None else scale), save)
     S1 = S1.transpose(-1, -2)
     if o.shape[-1] != V: # else the slice's backward would copy
         o, S1 = o[..., :V], S1[..., :V]
-    return o, S1 if S1.shape[-2] == K else S1[..., :K, :]
+    return o.to(dtype), S1 if S1.shape[-2] == K else S1[..., :K, :]
 
 @torch.library.custom_op("kernels::gdn_step", mutates_args={"state"})
 def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
