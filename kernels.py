@@ -1672,8 +1672,8 @@ def step_inputs_kernel(p, past, taps, low, bias, ab, A_log, dt_bias, q, k, v, g,
             if low is not None: # GLA: log sigmoid(z) / 16 per channel, z = low p_low + bias
                 o_r = tl.arange(0, RANK)
                 b_low = tl.load(p + i_b * P + H * (K + K + V) + o_r).to(tl.float32)
-                row = low + (i_h * K + o[:, None]) * RANK + o_r[None, :]
-                b_z = tl.sum(tl.load(row, mask=m[:, None], other=0.0).to(tl.float32) * b_low[None, :], 1)
+                w = low + (i_h * K + o[:, None]) * RANK + o_r[None, :]
+                b_z = tl.sum(tl.load(w, mask=m[:, None], other=0.0).to(tl.float32) * b_low[None, :], 1)
                 b_z += tl.load(bias + i_h * K + o, mask=m, other=0.0).to(tl.float32)
                 b_g = (tl.minimum(b_z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(b_z)))) / 16
                 tl.store(g + i * K + o, b_g, mask=m)
