@@ -2,7 +2,7 @@
 Fused Triton kernels for Gated Linear Attention, the gated delta rule (forward, backward and one-token step), the short
 convolution in front of them and the output head's loss.
 
-    gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None)                    -> o, final_state
+    gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None, logits=False)      -> o, final_state
     gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_ids=None) -> o, final_state
     gla_step(q, k, v, g, state, scale=None)                                              -> o, state in place
     gated_delta_rule_step(q, k, v, g, beta, state, scale=None)                           -> o, state in place
@@ -172,6 +172,7 @@ def tiled(x, T, W: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr):
 # Per token and head, forward and backward: 14 K V + BT (16 K + 6 V) FLOPs, 16 K + 9 V + 5 BT + 4 K V / BT values moved.
 
 REACH = tl.constexpr(92.0) # 2^92 is 5e27: times any q or k it fits bf16
+GATE_NORMALIZER = tl.constexpr(16.0) # of logits x, log decay is logsigmoid(x) / 16: model.py's
 
 @triton.jit
 def gla_segments(segment_ids, i_b, i_t, T, BT: tl.constexpr):
@@ -201,6 +202,15 @@ def gla_rows(x, stride, i_b, i_t, column, T, BT: tl.constexpr, BK: tl.constexpr)
     """Pointers to a chunk's rows of x (B, T, .) from a column on, (BT, BK); stride: from token to token."""
     x += (i_b.to(tl.int64) * T + i_t * BT) * stride + column
     return x + tl.arange(0, BT)[:, None] * stride + tl.arange(0, BK)[None, :]
+
+@triton.jit
+def gla_gate(rows, live, LOGITS: tl.constexpr):
+    """g at these pointers, 0 where there is no row; of LOGITS x, g = logsigmoid(x) / 16 in fp32."""
+    g = tl.load(rows, mask=live, other=float("inf") if LOGITS else 0.0)
+    if LOGITS:
+        x = g.to(tl.float32) * LOG2E
+        g = (tl.minimum(x, 0.0) - tl.log2(1.0 + tl.exp2(-tl.abs(x)))) * (1 / (GATE_NORMALIZER * LOG2E))
+    return g
 
 @triton.jit
 def gla_matrix(LMR, segment_ids, i_b, i_t, row, n: tl.constexpr, BT: tl.constexpr):
@@ -243,7 +253,7 @@ def gla_level(level, b_q, b_k, b_g, seg, DT: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "scale"])
 def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, s_q, s_k, H: tl.constexpr,
-                    K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
+                    K: tl.constexpr, BT: tl.constexpr, LOGITS: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr):
     """Eq. (2) of a chunk by (10), and whether it is strong, thus to be done again. Grid (B H, NT)."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
@@ -258,7 +268,7 @@ def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, 
     for i_k in tl.range(0, K, BK, num_stages=STAGES):
         b_q = tl.load(gla_rows(q, s_q, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
         b_k = tl.load(gla_rows(k, s_k, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
-        b_g = tl.load(gla_rows(g, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
+        b_g = gla_gate(gla_rows(g, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), live, LOGITS)
         # (16, BT) x (BT, BK)
         sums = gla_matsum(R, b_g, DT) * LOG2E
         least = tl.minimum(least, sums)
@@ -284,7 +294,7 @@ def gla_prep_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, 
 
 @triton.jit(do_not_specialize=["T", "scale"])
 def gla_strong_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, s_q, s_k, H: tl.constexpr,
-                      K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr):
+                      K: tl.constexpr, BT: tl.constexpr, LOGITS: tl.constexpr, BK: tl.constexpr):
     """Eq. (2) of a strong chunk, P by (12). Grid (B H, NT); returns at once where the chunk is not strong."""
     i_bh, i_t = tl.program_id(0), tl.program_id(1)
     i_b, i_h = i_bh // H, i_bh % H
@@ -300,7 +310,7 @@ def gla_strong_kernel(q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale
     for i_k in range(0, K, BK):
         b_q = tl.load(gla_rows(q, s_q, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
         b_k = tl.load(gla_rows(k, s_k, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
-        b_g = tl.load(gla_rows(g, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
+        b_g = gla_gate(gla_rows(g, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), live, LOGITS)
         o_c = i_c * 3 * K + i_k + tl.arange(0, BK)
         b_enter, b_leave = tl.load(gates + o_c), tl.load(gates + o_c + K)
         E = gla_matsum(M, b_g, DT) * LOG2E
@@ -394,7 +404,7 @@ def gla_dP_kernel(v, do, segment_ids, LMR, dP, diagonal, scale, T, H: tl.constex
 @triton.jit(do_not_specialize=["T", "scale"])
 def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, strong, h, dh, dq, dk, dg, scale, T, s_q,
                     s_k, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-                    BV: tl.constexpr, STAGES: tl.constexpr, STRONG: tl.constexpr):
+                    BV: tl.constexpr, STAGES: tl.constexpr, LOGITS: tl.constexpr, STRONG: tl.constexpr):
     """Eqs. (7) to (9) of a chunk for BK keys, stored where the chunk is as STRONG. Grid (B H K/BK, NT)."""
     i_bh, i_k, i_t = tl.program_id(0) // (K // BK), tl.program_id(0) % (K // BK) * BK, tl.program_id(1)
     i_b, i_h, t0 = i_bh // H, i_bh % H, i_t * BT
@@ -411,7 +421,7 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, stron
     # by pointer: these loads stay in flight through the loop
     b_q = tl.load(gla_rows(q, s_q, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
     b_k = tl.load(gla_rows(k, s_k, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
-    b_g = tl.load(gla_rows(g, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0)
+    b_g = gla_gate(gla_rows(g, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), live, LOGITS)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
     SdS = tl.zeros([BK, BK], dtype=tl.float32) # the diagonal is sum_v S dS'
@@ -464,6 +474,9 @@ def gla_grad_kernel(q, k, v, g, segment_ids, do, LMR, dP, diagonal, gates, stron
     b_x = b_q * b_dq - (b_k * b_dk - b_a)
     b_dg = gla_matsum(tl.trans(b_L), b_x, DT) + b_x + b_y[None, :]
     b_dg = tl.dot(b_L, b_a.to(DT), b_dg, input_precision="tf32x3")
+    if LOGITS: # dg / dx = sigmoid(-x) / 16
+        x = tl.load(gla_rows(g, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), mask=live, other=0.0).to(tl.float32)
+        b_dg *= 1 / (GATE_NORMALIZER * (1.0 + tl.exp2(x * LOG2E)))
     tl.store(gla_rows(dg, H * K, i_b, i_t, i_h * K + i_k, T, BT, BK), b_dg.to(dg.dtype.element_ty), mask=live)
 
 @triton.jit
@@ -485,7 +498,7 @@ def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.con
     tl.store(tile, S, mask=mask)
     tl.store(o + i_bh * V + o_v, tl.sum(S * b_q[None, :], 1).to(o.dtype.element_ty), mask=m_v)
 
-def gla_launch(q, g, V):
+def gla_launch(q, g, V, logits):
     """
     Tiles, stages and options of prep (BK), the sweep with outputs (BV), that of states alone (BV) and grad (BK, BV); K
     and V are 64, 128 or 256. bf16 with K up to 128 is the fast case and takes up to 217 KB of shared memory; GPUs with
@@ -496,7 +509,7 @@ def gla_launch(q, g, V):
     if small(q.device):
         return (32, 2, four), (32, 2 if bf16 else 1, four), (32, 2 if bf16 else 1, four), (32, 64, 2, four)
     prep = 32, 3, dict(num_warps=4, maxnreg=128) if bf16 else four # 128 registers: four programs an SM
-    if bf16 and g.dtype == torch.bfloat16: # 168 registers: three programs an SM; an fp32 gate would spill
+    if bf16 and g.dtype == torch.bfloat16 and not logits: # 168 registers: three programs an SM; fp32 gates spill
         prep = 64, 2, dict(num_warps=4, maxnreg=168)
     grad = 64, 64, 3 if bf16 else 2, four
     if bf16 and K <= 128:
@@ -532,7 +545,8 @@ def gla_sweep(x, a, c, P, y, h, S0, gates, settings, reverse):
 
 @torch.library.custom_op("kernels::gla_fwd", mutates_args=())
 def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor],
-            segment_ids: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+            segment_ids: Optional[Tensor], logits: bool) \
+            -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o and the last state (B, H, V, K); for backward LMR, qe, ke, P, gates and strong."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
     qe, ke, o, P = torch.empty_like(q), torch.empty_like(q), torch.empty_like(v), q.new_empty(B, T, H, BT)
@@ -540,8 +554,8 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     LMR = q.new_empty(*chunks, 2 * BT + 16, BT)
     gates = q.new_empty(B * H, NT, 3, K, dtype=torch.float32)
     strong = q.new_empty(B * H, NT, dtype=torch.int32)
-    (BK, STAGES, options), out, _, _ = gla_launch(q, g, V)
-    io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, q.stride(1), k.stride(1), H, K, BT
+    (BK, STAGES, options), out, _, _ = gla_launch(q, g, V, logits)
+    io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, q.stride(1), k.stride(1), H, K, BT, logits
     with torch.cuda.device_of(q):
         launch(gla_matrices_kernel, chunks, dict(num_warps=4), segment_ids, LMR, T, BT)
         launch(gla_prep_kernel, (B * H, NT), options, *io, BK, STAGES)
@@ -550,7 +564,7 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     return o, SN, LMR, qe, ke, P, gates, strong
 
 @gla_fwd.register_fake
-def _(q, k, v, g, scale, S0, segment_ids):
+def _(q, k, v, g, scale, S0, segment_ids, logits):
     (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], cdiv(q.shape[1], BT), torch.float32
     chunks = (1, 1) if segment_ids is None else (B, NT)
     return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(*chunks, 2 * BT + 16, BT),
@@ -559,14 +573,14 @@ def _(q, k, v, g, scale, S0, segment_ids):
 
 @torch.library.custom_op("kernels::gla_bwd", mutates_args=())
 def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor],
-            segment_ids: Optional[Tensor], LMR: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor,
+            segment_ids: Optional[Tensor], logits: bool, LMR: Tensor, qe: Tensor, ke: Tensor, P: Tensor, gates: Tensor,
             strong: Tensor, do: Tensor, dSN: Optional[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dg and the gradient (B, H, V, K) of the initial state. The states are computed again, not stored."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
     dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
     h, dh = q.new_empty(B * H, NT * V, K), q.new_empty(B * H, NT * V, K)
     dP, diagonal = torch.empty_like(P), gates.new_empty(B, T, H)
-    _, out, states, (BK, BV, STAGES, options) = gla_launch(q, g, V)
+    _, out, states, (BK, BV, STAGES, options) = gla_launch(q, g, V, logits)
     with torch.cuda.device_of(q):
         tqe, tke = tiles(qe, BT, K), tiles(ke, BT, K)
         gla_sweep(v, tke, None, None, None, h, S0, gates, states, reverse=False)
@@ -578,34 +592,35 @@ def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
         for is_strong in (False, True):
             launch(gla_grad_kernel, (B * H * (K // BK), NT), options, q, k, tv, g, segment_ids, tdo, LMR, dP, diagonal,
                    gates, strong, th, tdh, dq, dk, dg, scale, T, q.stride(1), k.stride(1), H, K, V, BT, BK, BV, STAGES,
-                   is_strong)
+                   logits, is_strong)
     return dq, dk, dv, dg, dS0
 
 @gla_bwd.register_fake
-def _(q, k, v, g, scale, S0, segment_ids, LMR, qe, ke, P, gates, strong, do, dSN):
+def _(q, k, v, g, scale, S0, segment_ids, logits, LMR, qe, ke, P, gates, strong, do, dSN):
     return *map(torch.empty_like, (q, k, v, g)), q.new_empty(q.shape[0], q.shape[2], v.shape[-1], q.shape[-1],
                                                              dtype=torch.float32)
 
 def gla_save(ctx, inputs, output):
-    q, k, v, g, scale, S0, segment_ids = inputs
+    q, k, v, g, scale, S0, segment_ids, logits = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, g, S0, segment_ids, *output[2:])
-    ctx.scale = scale
+    ctx.scale, ctx.logits = scale, logits
 
 def gla_backward(ctx, do, dSN, *_):
     q, k, v, g, S0, segment_ids, *saved = ctx.saved_tensors
     do = torch.zeros_like(v) if do is None else do.contiguous() # only the final state may feed the loss
     dSN = None if dSN is None else dSN.contiguous()
-    dq, dk, dv, dg, dS0 = gla_bwd(q, k, v, g, ctx.scale, S0, segment_ids, *saved, do, dSN)
-    return dq, dk, dv, dg, None, None if S0 is None else dS0, None
+    dq, dk, dv, dg, dS0 = gla_bwd(q, k, v, g, ctx.scale, S0, segment_ids, ctx.logits, *saved, do, dSN)
+    return dq, dk, dv, dg, None, None if S0 is None else dS0, None, None
 
 gla_fwd.register_autograd(gla_backward, setup_context=gla_save)
 
-def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
+def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None, logits=False):
     """
     Gated Linear Attention (Yang et al. 2024, arXiv:2312.06635), eq. (1) over T tokens: returns o, final_state.
 
-    q, k (B, T, H, K) and v (B, T, H, V), all bf16 or all fp32; g (B, T, H, K), log decay <= 0, bf16 or fp32; scale
+    q, k (B, T, H, K) and v (B, T, H, V), all bf16 or all fp32; g (B, T, H, K), bf16 or fp32, log decay <= 0 or its
+    `logits` x of any sign, log decay being logsigmoid(x) / 16. scale
     defaults to K**-0.5. initial_state and final_state (B, H, K, V), fp32, both differentiable. segment_ids (B, T)
     int32, non-decreasing: the state restarts at zero where the id changes; initial_state belongs to the first token's
     segment. K and V from 1 to 256. What cannot run raises an AssertionError that says why.
@@ -619,7 +634,7 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None):
     if segment_ids is not None:
         segment_ids = segment_ids.contiguous()
     q, k, v, g = *map(evenly, (q, k, v)), widen(g)
-    o, SN, *_ = gla_fwd(q, k, v, g, scale, S0, segment_ids)
+    o, SN, *_ = gla_fwd(q, k, v, g, scale, S0, segment_ids, logits)
     if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
         o, SN = o[..., :V], SN[..., :V, :K]
     return o, SN.transpose(-1, -2)
@@ -1675,7 +1690,7 @@ def step_inputs_kernel(p, past, taps, low, bias, ab, A_log, dt_bias, q, k, v, g,
                 w = low + (i_h * K + o[:, None]) * RANK + o_r[None, :]
                 b_z = tl.sum(tl.load(w, mask=m[:, None], other=0.0).to(tl.float32) * b_low[None, :], 1)
                 b_z += tl.load(bias + i_h * K + o, mask=m, other=0.0).to(tl.float32)
-                b_g = (tl.minimum(b_z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(b_z)))) / 16
+                b_g = (tl.minimum(b_z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(b_z)))) / GATE_NORMALIZER
                 tl.store(g + i * K + o, b_g, mask=m)
             else: # GDN: -e^{A_log} softplus(a + dt_bias) and sigmoid(b) per head
                 b_a = tl.load(ab + i_b * 2 * H + i_h).to(tl.float32) + tl.load(dt_bias + i_h)

@@ -167,9 +167,12 @@ class GLA(nn.Module):
         H, K, V = self.dims
         qkv, low = self.in_proj.weight.split(self.split)
         q, k, v = heads(x, qkv, self.dims, self.conv, False, segment_ids, state)
-        # in fp32: products of many gates near 1 decide how far the state remembers
-        g = F.logsigmoid(self.decay_proj(F.linear(x, low)).float()).unflatten(-1, (H, K)) / GATE_NORMALIZER
-        o = mix("gla", (q, k, v, g), segment_ids, state)
+        g, fused = self.decay_proj(F.linear(x, low)).unflatten(-1, (H, K)), {}
+        if x.is_cuda and x.shape[1] > 1: # the kernels take g as logits
+            fused = {"logits": True}
+        else: # in fp32: products of many gates near 1 decide how far the state remembers
+            g = F.logsigmoid(g.float()) / GATE_NORMALIZER
+        o = mix("gla", (q, k, v, g), segment_ids, state, **fused)
         o = self.norm(o, self.gate_proj(x).unflatten(-1, (H, V)))
         return self.out_proj(o.flatten(2))
 
@@ -229,7 +232,7 @@ def heads(x, weight, dims, conv, unit_length, segment_ids, state):
     q, k, v = (y.unflatten(-1, (H, -1)) for y in qkv.split([H * K, H * K, H * V], -1))
     return (unit(q), unit(k), v) if unit_length else (q, k, v)
 
-def mix(name, inputs, segment_ids, state):
+def mix(name, inputs, segment_ids, state, **options):
     """
     gla or gated_delta_rule over a sequence, which continues and updates `state` where one is given. By device:
     kernels.py on a GPU, its one-token step included; the chunked form, in fp32, on a CPU.
@@ -239,7 +242,7 @@ def mix(name, inputs, segment_ids, state):
         import kernels
         if state is not None and inputs[0].shape[1] == 1:
             return getattr(kernels, name + "_step")(*(x[:, 0] for x in inputs), state)[:, None]
-        o, S = getattr(kernels, name)(*inputs, initial_state=state, segment_ids=segment_ids)
+        o, S = getattr(kernels, name)(*inputs, initial_state=state, segment_ids=segment_ids, **options)
     else:
         operator = {"gla": gla_chunked, "gated_delta_rule": gated_delta_rule_chunked}[name]
         o, S = operator(*(x.float() for x in inputs), initial_state=state, segment_ids=segment_ids)

@@ -3,6 +3,7 @@ kernels.py against a time loop in fp64 and against model.py's chunked forms in f
 
     pytest test_kernels.py      # CPU: Triton's interpreter, fp32, small shapes; GPU: also bf16 at the real shapes
 """
+import functools
 import importlib
 import os
 from types import SimpleNamespace
@@ -217,6 +218,23 @@ def test_gla_gates_in_bf16(gate):
         else:
             assert relative(x, y) <= 1e-3
 
+@pytest.mark.parametrize("g_dtype", DTYPES[:1] + [torch.float32] * GPU)
+@pytest.mark.parametrize("spread", [1, 100])
+def test_gla_gates_as_logits(spread, g_dtype):
+    """Log decay logsigmoid(x) / 16 made inside, and its gradient; x beyond 100 either way."""
+    from kernels import gla
+    q, k, v, _, *rest = gla_inputs(2, 70, 2, *WIDE, dtype=DTYPES[0])
+    x = (spread * torch.randn(q.shape)).to(DEVICE, g_dtype)
+    def of_logits(f):
+        return lambda q, k, v, x, *args: f(q, k, v, F.logsigmoid(x) / 16, *args)
+    out = gla_grads(functools.partial(gla, logits=True), q, k, v, x, *rest)
+    ref = gla_grads(of_logits(gla_loop), *(t.double() for t in (q, k, v, x, *rest)))
+    tol, tol_dg, tol_strong, tol_state = GLA_TOL[q.dtype]
+    for i in (0, 2, 3, 4):
+        assert errors(out[i], ref[i])[1] <= tol[1]
+    error = errors(out[5], ref[5], floor=1e-4 * norms(q.double() * ref[2], 64))[1]
+    assert error <= (tol_dg if spread == 1 else tol_strong) and state_error(out[1], ref[1]) <= tol_state
+
 def test_launch_finds_the_kernel_of_its_arguments(monkeypatch):
     """One search for each type, alignment, constant and option; none for a length that no kernel is compiled for."""
     from kernels import launch
@@ -319,7 +337,7 @@ def test_gla_ops():
     q, k, v, g, S0, do, dS = gla_inputs(1, 65, 2, 64, 64) # the op itself takes padded widths
     x = [t.clone().requires_grad_() for t in (q, k, v, g)]
     seg = segment_rows([[30, 35]])
-    torch.library.opcheck(gla_fwd, (*x, 0.25, S0.transpose(2, 3).contiguous().requires_grad_(), seg))
+    torch.library.opcheck(gla_fwd, (*x, 0.25, S0.transpose(2, 3).contiguous().requires_grad_(), seg, False))
     torch.library.opcheck(gla_step_op, (*(t[:, 0].contiguous() for t in (q, k, v, g)), S0.clone(), 0.25))
     compiled = torch.compile(gla, fullgraph=True, backend="inductor" if GPU else "aot_eager")
     for a, b in zip(gla_grads(gla, q, k, v, g, S0, do, dS, seg), gla_grads(compiled, q, k, v, g, S0, do, dS, seg)):
