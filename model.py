@@ -115,8 +115,11 @@ class RMSNorm(nn.Module):
     def forward(self, x, gate=None):
         """x / rms(x) * weight, times silu(gate) where a gate is given; in fp32, returned in x's dtype."""
         y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight
-        return (y if gate is None else y * F.silu(gate.float())).to(x.dtype)
+        y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + self.eps) * self.weight
+        if gate is not None:
+            gate = gate.float()
+            y = y * gate * gate.sigmoid() # not F.silu, whose gradient computes the sigmoid once more
+        return y.to(x.dtype)
 
 def unit(x):
     """x / |x| over the last dimension, in fp32, returned in x's dtype; 1e-6 keeps a zero vector zero."""
@@ -351,8 +354,12 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = RMSNorm(cfg.n_embd, cfg.norm_eps), SwiGLU(cfg)
 
     def forward(self, x, segment_ids=None, state=None):
+        """
+        Two terms of the residual stream, for LM.hidden to add: what enters the MLP and what leaves it. Were only their
+        sum the output, compiled backward would form the first once more, and entangle the gradients of the two norms.
+        """
         x = x + self.mixer(self.mixer_norm(x), segment_ids, state)
-        return x + self.mlp(self.mlp_norm(x))
+        return x, self.mlp(self.mlp_norm(x))
 
 class LM(nn.Module):
     def __init__(self, cfg):
@@ -385,9 +392,9 @@ class LM(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type)) # the residual stream: half the memory and traffic of fp32
         for i, block in enumerate(self.blocks):
             if self.checkpoint_blocks and torch.is_grad_enabled():
-                x = checkpoint(block, x, segment_ids, use_reentrant=False)
+                x = torch.add(*checkpoint(block, x, segment_ids, use_reentrant=False))
             else:
-                x = block(x, segment_ids, state and state[i])
+                x = torch.add(*block(x, segment_ids, state and state[i]))
         return self.norm(x)
 
     def forward(self, idx, targets=None, segment_ids=None, state=None):
