@@ -483,13 +483,14 @@ def test_gdn_segments(starts, dtype):
     for t in starts:
         ids[0, t:] += 1 # the second row is one document
     x = gdn_inputs(B, T, H, K, V, dtype)
-    out = gdn_held_to_loop(x, ids)
     # nothing of one document reaches the next, not even a bit
     first = starts[0]
+    o, S = kernels.gated_delta_rule(*x[:5], None, x[5], ids)
     with torch.no_grad():
         other = (torch.cat([t[:, :first] * 0, t[:, first:]], 1) for t in x[:5])
-        again = kernels.gated_delta_rule(*other, None, x[5] * 2, ids)
-    assert torch.equal(again[0][0, first:], out["o"][0, first:]) and torch.equal(again[1][0], out["S"][0])
+        o_other, S_other = kernels.gated_delta_rule(*other, None, x[5] * 2, ids)
+    assert torch.equal(o_other[0, first:], o[0, first:]) and torch.equal(S_other[0], S[0])
+    gdn_held_to_loop(x, ids)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("missing", ["no_do", "no_dS"])
@@ -498,14 +499,15 @@ def test_gdn_one_output_feeds_the_loss(missing, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [2, 3])
-def test_gdn_in_parts(parts, dtype, monkeypatch):
+@pytest.mark.parametrize("kind", ["init", "gate 0"])
+def test_gdn_in_parts(kind, parts, dtype, monkeypatch):
     """A long sequence of few heads is swept in parts, with the transition of each."""
     monkeypatch.setattr(kernels, "gdn_segments", lambda *_: parts)
     B, T, H, K, V = (1, 2000, 6, 128, 256) if GPU else (1, 300, 1, 16, 32)
-    ids = torch.zeros(B, T, dtype=torch.int32, device=DEVICE)
-    ids[:, 250:] = 1
-    gdn_held_to_loop(gdn_inputs(B, T, H, K, V, dtype))
-    gdn_held_to_loop(gdn_inputs(B, T, H, K, V, dtype, "gate 0"), ids)
+    ids = None
+    if kind == "gate 0":
+        ids = (torch.arange(T, device=DEVICE) >= 250).int().expand(B, T)
+    gdn_held_to_loop(gdn_inputs(B, T, H, K, V, dtype, kind), ids)
 
 def test_gdn_parts_fill_the_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRET", False)
@@ -641,16 +643,18 @@ def test_gdn_beyond_the_grid_and_32_bits():
 @pytest.mark.parametrize("kind", ["init", "gate 0"])
 def test_gdn_error_does_not_grow_with_time(kind):
     from model import gated_delta_rule_chunked
-    worst = {}
+    worst, runs = {}, []
     for T in (512, 8192):
         x = gdn_inputs(1, T, 8, 128, 128, torch.bfloat16, kind)
         do, dS = torch.randn_like(x[2]), torch.randn_like(x[5])
         out = gdn_run(kernels.gated_delta_rule, x, do=do, dS=dS)
         x64 = [t.detach().double().requires_grad_() for t in x]
         ref = gdn_run(gated_delta_rule_chunked, x64, do=do, dS=dS)
-        gdn_compare(out, ref, x, GDN_TOL[torch.bfloat16])
         worst[T] = {n: errors(out[n], ref[n])[0] for n in ("o", "dq", "dk", "dv")}
+        runs.append((out, ref, x))
     assert all(worst[8192][n] < 1.3 * worst[512][n] for n in worst[512]), worst
+    for run in runs:
+        gdn_compare(*run, GDN_TOL[torch.bfloat16])
 
 @gpu
 def test_gdn_long_and_few_heads():
