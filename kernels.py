@@ -65,8 +65,14 @@ def widen(x):
 def evenly(x):
     """x (B, T, H, D) where its tokens lie evenly apart, be they columns of a wider product's output; else a copy."""
     B, T, H, D = x.shape
-    even = x.stride() == (T * x.stride(1), x.stride(1), D, 1) and x.stride(1) * x.element_size() % 16 == 0
+    stride = x.stride(1) # tokens that overlap are copied: their gradient would be laid out otherwise
+    even = x.stride() == (T * stride, stride, D, 1) and stride >= H * D and stride * x.element_size() % 16 == 0
     return x if even and D in SIZES else widen(x)
+
+def token_stride(x):
+    """From token to token of x (B, T, H, D), evenly apart: the stride of a dimension of size 1 may be any number."""
+    B, T, H, D = x.shape
+    return x.stride(1) if T > 1 else x.stride(0) if B > 1 else H * D
 
 class Tiles(TensorDescriptor):
     def __post_init__(self): # leaves out the checks, 2 us on the host for each descriptor
@@ -82,7 +88,8 @@ def tiles(x, rows, cols):
         x = x.clone()
     if not has_tma(x.device):
         return x.contiguous()
-    return Tiles(x, [B, T, H * D], [x.stride(0), x.stride(1), 1], [1, rows, cols])
+    stride = token_stride(x)
+    return Tiles(x, [B, T, H * D], [T * stride, stride, 1], [1, rows, cols])
 
 COMPILED = {} # kernels by all that decides their code: options, constants, the types and alignments of tensors
 
@@ -169,7 +176,7 @@ def tiled(x, T, W: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr):
 #   dP         scale dP for j < i        (B, T, H, BT)           as q     dP             grad
 # E, enter and leave are in units of log 2. All but the last two rows are kept for backward, which computes h again. The
 # state is held transposed, (V, K): it is then the first operand of each of its products and never leaves registers.
-# Per token and head, forward and backward: 14 K V + BT (16 K + 6 V) FLOPs, 16 K + 9 V + 5 BT + 4 K V / BT values moved.
+# Per token and head, forward and backward: 16 K V + BT (16 K + 6 V) FLOPs, 16 K + 9 V + 5 BT + 4 K V / BT values moved.
 
 REACH = tl.constexpr(92.0) # 2^92 is 5e27: times any q or k it fits bf16
 GATE_NORMALIZER = tl.constexpr(16.0) # of logits x, log decay is logsigmoid(x) / 16: model.py's
@@ -502,8 +509,8 @@ def gla_launch(q, g, V, logits):
     """
     Tiles, stages and options of prep (BK), the sweep with outputs (BV), that of states alone (BV) and grad (BK, BV); K
     and V are 64, 128 or 256. bf16 with K up to 128 is the fast case and takes up to 217 KB of shared memory; GPUs with
-    less of it take 89 KB at most, in bf16 without spills (compiled for sm_80, not run). Against fp64 on an H200:
-    dev/log.md says which, and on which build.
+    less of it take 89 KB at most (compiled for sm_80, not run). Against fp64 on an H200: dev/log.md says which, and on
+    which build.
     """
     K, bf16, four, eight = q.shape[-1], q.dtype == torch.bfloat16, dict(num_warps=4), dict(num_warps=8)
     if small(q.device):
@@ -555,7 +562,8 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
     gates = q.new_empty(B * H, NT, 3, K, dtype=torch.float32)
     strong = q.new_empty(B * H, NT, dtype=torch.int32)
     (BK, STAGES, options), out, _, _ = gla_launch(q, g, V, logits)
-    io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, q.stride(1), k.stride(1), H, K, BT, logits
+    s_q, s_k = token_stride(q), token_stride(k)
+    io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, s_q, s_k, H, K, BT, logits
     with torch.cuda.device_of(q):
         launch(gla_matrices_kernel, chunks, dict(num_warps=4), segment_ids, LMR, T, BT)
         launch(gla_prep_kernel, (B * H, NT), options, *io, BK, STAGES)
@@ -591,8 +599,8 @@ def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
                H, V, BT, BV, 3)
         for is_strong in (False, True):
             launch(gla_grad_kernel, (B * H * (K // BK), NT), options, q, k, tv, g, segment_ids, tdo, LMR, dP, diagonal,
-                   gates, strong, th, tdh, dq, dk, dg, scale, T, q.stride(1), k.stride(1), H, K, V, BT, BK, BV, STAGES,
-                   logits, is_strong)
+                   gates, strong, th, tdh, dq, dk, dg, scale, T, token_stride(q), token_stride(k), H, K, V, BT, BK,
+                   BV, STAGES, logits, is_strong)
     return dq, dk, dv, dg, dS0
 
 @gla_bwd.register_fake
@@ -619,11 +627,11 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None, logits=Fal
     """
     Gated Linear Attention (Yang et al. 2024, arXiv:2312.06635), eq. (1) over T tokens: returns o, final_state.
 
-    q, k (B, T, H, K) and v (B, T, H, V), all bf16 or all fp32; g (B, T, H, K), bf16 or fp32, log decay <= 0 or its
-    `logits` x of any sign, log decay being logsigmoid(x) / 16. scale
-    defaults to K**-0.5. initial_state and final_state (B, H, K, V), fp32, both differentiable. segment_ids (B, T)
-    int32, non-decreasing: the state restarts at zero where the id changes; initial_state belongs to the first token's
-    segment. K and V from 1 to 256. What cannot run raises an AssertionError that says why.
+    q, k (B, T, H, K) and v (B, T, H, V), all bf16 or all fp32; g (B, T, H, K), bf16 or fp32: log decay <= 0, or with
+    `logits` numbers x of any sign, of which log decay is logsigmoid(x) / 16. scale defaults to K**-0.5. initial_state
+    and final_state (B, H, K, V), fp32, both differentiable. segment_ids (B, T) int32, non-decreasing: the state
+    restarts at zero where the id changes; initial_state belongs to the first token's segment. K and V from 1 to 256.
+    What cannot run raises an AssertionError that says why.
     """
     check(q, k, v, [("g", g, q.shape, (torch.bfloat16, torch.float32))], initial_state, segment_ids)
     B, T, H, K, V = *q.shape, v.shape[-1]
@@ -699,7 +707,7 @@ def gla_step(q, k, v, g, state, scale=None):
 #   S^T      h (B, H, NT, V, K), entering state   q's       gdn_states        -
 #   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
 # The sweeps hold the state transposed, (BV, K): the first operand of every product, straight from the accumulator.
-# FLOPs per token and head: forward 6 K V + 2 BT V and the solve, backward 14 K V + 6 BT V + 20 BT K + 12 BT^2.
+# FLOPs per token and head: forward 6 K V + 2 BT V and the solve, backward 16 K V + 6 BT V + 20 BT K + 12 BT^2.
 
 RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in a chunk still leave 2^-11 of resolution
 MIN_BETA = tl.constexpr(1e-14)

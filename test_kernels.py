@@ -302,6 +302,22 @@ def test_gla_reads_columns_of_one_product(gate):
     assert torch.equal(o, ref[0]) and torch.equal(S, ref[1])
     assert torch.equal(qkv.grad, torch.cat([x.flatten(2) for x in ref[2:5]], -1))
 
+@pytest.mark.parametrize("view", ["one token, heads first", "one token, time first", "tokens that overlap"])
+def test_gla_reads_views(view):
+    """A dimension of size 1 may have any stride; gradients of tokens that overlap are laid out as any other."""
+    from kernels import gla
+    B, T = (1, 70) if view == "tokens that overlap" else (3, 1)
+    q, k, v, g, S0, do, dS = gla_inputs(B, T, 2, 64, 64, dtype=DTYPES[0])
+    def as_view(x):
+        if T > 1:
+            return x.flatten().as_strided(x.shape, (T * 16, 16, 64, 1))
+        return x.view(B, 2, 1, 64).transpose(1, 2) if "heads" in view else x.view(1, B, 2, 64).transpose(0, 1)
+    def copy(x):
+        return as_view(x).clone(memory_format=torch.contiguous_format)
+    copies, views = (lambda *x, f=f: gla(*map(f, x[:3]), *x[3:]) for f in (copy, as_view))
+    for x, y in zip(gla_grads(views, q, k, v, g, S0, do, dS), gla_grads(copies, q, k, v, g, S0, do, dS)):
+        assert torch.equal(x, y)
+
 @pytest.mark.parametrize("gate", ["typical", "-50"])
 @pytest.mark.parametrize("K, V", [(16, 32), (100, 40)])
 def test_gla_step(K, V, gate):

@@ -1601,7 +1601,7 @@ def test_bench_counts_what_is_saved():
 
 def test_bench_knows_kinds_of_kernels():
     from bench import kind_of
-    for kernel, kind in (("gla_fwd_out_kernel", "mixer kernels"), ("gdn_bwd_wy_kernel", "mixer kernels"),
+    for kernel, kind in (("gla_sweep_kernel", "mixer kernels"), ("gdn_states_kernel", "mixer kernels"),
                          ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "mixer kernels"),
                          ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
                          ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
