@@ -1139,9 +1139,13 @@ def gdn_solve_settings(x):
         return dict(num_warps=8)
     return SOLVE if x.dtype == torch.bfloat16 and x.shape[-1] <= 128 else dict(num_warps=4)
 
+def gdn_sparing(x):
+    """Whether tensors like x take small tiles: fp32 ones, and all on a GPU with little shared memory."""
+    return INTERPRET or x.dtype == torch.float32 or small(x.device)
+
 def gdn_sweep_settings(x, K, V):
     """Tile and launch settings of both sweeps over tensors like x."""
-    if INTERPRET or x.dtype == torch.float32 or small(x.device):
+    if gdn_sparing(x):
         # compiled for sm_80 with Triton 3.6: 96 KB at most, but 128 and 144 KB of two tiles of such keys in the sweeps
         assert x.dtype == torch.bfloat16 or K <= 128 or shared_memory(x.device) >= 144 * 1024, \
             f"float32 with K above 128 needs 144 KB of shared memory, this GPU has {shared_memory(x.device) >> 10}"
@@ -1152,12 +1156,12 @@ def gdn_sweep_settings(x, K, V):
     return dict(BV=64, STAGES=1, num_warps=8)
 
 def gdn_states_settings(x, K, V):
-    if INTERPRET or x.dtype == torch.float32 or small(x.device):
+    if gdn_sparing(x):
         return gdn_sweep_settings(x, K, V)
     return dict(BV=64, STAGES=3 if K <= 128 else 2, num_warps=4 if K <= 128 else 8)
 
 def gdn_grad_settings(x, K, V):
-    if INTERPRET or x.dtype == torch.float32 or small(x.device):
+    if gdn_sparing(x):
         if x.dtype == torch.bfloat16 and K <= 128:
             return dict(BV=16, STAGES=1, num_warps=4)
         return dict(BV=32, STAGES=1, num_warps=8)
@@ -1177,14 +1181,13 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
     o, S1, A, X, Y, gates, W, entry, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
     B, T, H, K = q.shape
     V, NT, NS, PREC = v.shape[-1], Y.shape[2], phi.shape[2], precision(q.dtype)
-    chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
 
     def sweep(S0, S1, V, OUT=False, PHI=False):
         settings = gdn_sweep_settings(q, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
-            q, tiles(k, BT, K), tiles(v, BT, BV), chunks(X, K, BT), chunks(Y, BT, BT), gates, S0, tiles(o, BT, BV),
-            tiles(W, BT, BV) if save else None, S1, scale, T, NT, NS,
+            q, tiles(k, BT, K), tiles(v, BT, BV), gdn_chunks(X, K, BT), gdn_chunks(Y, BT, BT), gates, S0,
+            tiles(o, BT, BV), tiles(W, BT, BV) if save else None, S1, scale, T, NT, NS,
             H=H, K=K, V=V, BT=BT, OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
@@ -1213,9 +1216,13 @@ def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
             torch.empty_like(v) if save else v.new_empty(0), g.new_empty(B, H, NS, V, K if NS > 1 else 0),
             g.new_empty(B, H, NS, K, K if NS > 1 else 0))
 
+def gdn_chunks(x, rows, cols):
+    """Descriptor of `rows` x `cols` tiles of x (B, H, NT, ., .), indexed [chunk, row, column]."""
+    return tiles(x.flatten(0, 2).unsqueeze(2), rows, cols)
+
 def gdn_fold(part, phi, S0, X, BACK=False):
     B, H, NS, V, K = part.shape
-    gdn_fold_kernel[(B * H * V // 16,)](part, phi, S0, X, NS, K=K, V=V, BV=16, BK=min(K, 64), BACK=BACK, num_warps=4)
+    gdn_fold_kernel[(B * H * V // 16,)](part, phi, S0, X, NS, K=K, V=V, BV=16, BK=64, BACK=BACK, num_warps=4)
 
 @torch.library.custom_op("kernels::gdn_bwd", mutates_args=())
 def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, beta: Tensor, S0: Optional[Tensor],
@@ -1229,20 +1236,19 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
     do = torch.zeros_like(dv) if do is None else do.contiguous()
     dS1 = None if dS1 is None else dS1.contiguous()
     h, dh = (q.new_empty(B, H, NT, V, K) for _ in range(2))
-    chunks = lambda x, n, m: tiles(x.view(B * H * NT, -1, 1, x.shape[-1]), n, m) # indexed [chunk, row, column]
 
     def sweep(dS1, dS0, OUT=False):
         settings = gdn_sweep_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
-            q, tiles(k, BT, K), tiles(do, BT, BV), chunks(X, K, BT), Y, gates, dS1, tiles(dv, BT, BV),
-            chunks(dh, BV, K), dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
+            q, tiles(k, BT, K), tiles(do, BT, BV), gdn_chunks(X, K, BT), Y, gates, dS1, tiles(dv, BT, BV),
+            gdn_chunks(dh, BV, K), dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
         settings = gdn_states_settings(q, K, V)
         BV = settings["BV"]
         gdn_states_kernel[(B * H * NS * V // BV,)](
-            tiles(W, BT, BV), chunks(X, K, BT), gates, S0 if NS == 1 else entry, chunks(h, BV, K), T, NT, NS,
+            tiles(W, BT, BV), gdn_chunks(X, K, BT), gates, S0 if NS == 1 else entry, gdn_chunks(h, BV, K), T, NT, NS,
             H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         if NS == 1:
             sweep(dS1, dS0, OUT=True)
@@ -1256,8 +1262,8 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
             tiles(q, BT, K), tiles(k, BT, K), tiles(W, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), A,
-            chunks(h, BV, K), chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta, scale,
-            T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+            gdn_chunks(h, BV, K), gdn_chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta,
+            scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
     return outputs
 
