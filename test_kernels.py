@@ -705,9 +705,9 @@ CONV_SHAPES = [(2, 34, 2, 16, 40, 4, True, True), (1, 1, 1, 5, 7, 4, True, True)
                (1, 4, 2, 16, 16, 1, True, True)]
 
 # fp32 sums in another order: 1e-6; bf16 rounds what is returned (2e-3), and the gradient of a norm adds to it
-@pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * torch.cuda.is_available())
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * GPU)
 @pytest.mark.parametrize("B, T, H, K, V, size, unit, segments",
-                         CONV_SHAPES + [(2, 2049, 6, 128, 256, 4, True, True)] * torch.cuda.is_available())
+                         CONV_SHAPES + [(2, 2049, 6, 128, 256, 4, True, True)] * GPU)
 def test_short_conv(dtype, tol, B, T, H, K, V, size, unit, segments, monkeypatch):
     import kernels
     if not GPU: # several stretches in few tokens
@@ -741,7 +741,7 @@ def test_short_conv_refuses_and_repeats():
 
 # rounding dz to bf16 leaves 2e-3 in the gradients; fp32 at the same shapes 1e-6 (tf32 on a GPU: allowed 1e-3)
 @pytest.mark.parametrize("dtype, vocab, loss_tol, grad_tol", [(torch.float32, 5000, 1e-5, 1e-5)]
-    + [(torch.bfloat16, 50_304, 2e-3, 4e-3)] * torch.cuda.is_available())
+    + [(torch.bfloat16, 50_304, 2e-3, 4e-3)] * GPU)
 def test_linear_cross_entropy(dtype, vocab, loss_tol, grad_tol, monkeypatch):
     import kernels
     monkeypatch.setattr(kernels, "CE_ROWS", 16) # several chunks, the last one short
@@ -1079,7 +1079,7 @@ def test_generation_on_gpu(name, int8):
         for token, after in zip(tokens, tokens[1:]):
             assert torch.equal(mine.step(token, text.state).argmax(-1), after)
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU the chunked forms are compared with themselves")
+@pytest.mark.skipif(not GPU, reason="on a CPU the chunked forms are compared with themselves")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_model_on_gpu_equals_cpu(name, compiled):

@@ -54,7 +54,7 @@ def refused(p, *words):
 BESIDE = []
 
 def beside(test):
-    """For long tests of one busy process: they run in threads from the first test of this file on, beside the others."""
+    """For long tests of one busy process: they run in threads from this file's first test on, beside the others."""
     BESIDE.append(test)
     def wait(running):
         running[test.__name__].result() # raises what the test raised
@@ -400,7 +400,9 @@ def test_prepare_takes_files_only(tmp_path):
     (tmp_path / "a.parquet").mkdir() # as Spark writes it
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b"]}), tmp_path / "a.parquet" / "part-0.parquet")
     assert list(map(os.path.basename, local_files(str(tmp_path))[1][""])) == ["part-0.parquet"]
-    for make, words in ((os.mkfifo, "b.txt: a pipe"), (lambda path: os.symlink("nowhere", path), "b.txt: cannot be read")):
+    def dangling(path):
+        os.symlink("nowhere", path)
+    for make, words in ((os.mkfifo, "b.txt: a pipe"), (dangling, "b.txt: cannot be read")):
         make(tmp_path / "b.txt")
         with pytest.raises(SystemExit, match=words):
             local_files(str(tmp_path))
@@ -805,7 +807,8 @@ def test_loss_by_position(shards, whole, tmp_path):
     """eval_only on two ranks against a loop over documents: one ends a row, one began before it, some are too short."""
     text = iter(letters(3, 4000))
     document = lambda n: [256, *(next(x for x in text if x != 256) for _ in range(n - 1))]
-    val = [document(100) + document(128) + document(400), document(60)[1:] + document(127) + document(300) + document(99)]
+    val = [document(100) + document(128) + document(400),
+           document(60)[1:] + document(127) + document(300) + document(99)]
     data, out = write_shards(tmp_path / "data", [letters(0, 3000)], val), tmp_path / "out"
     shutil.copytree(whole, out)
     saved, _ = train.load_checkpoint(str(out))
@@ -831,8 +834,10 @@ def test_loss_by_position(shards, whole, tmp_path):
         for end, loss, _ in got:
             assert abs(loss - np.mean(expected[end])) < 1e-5, (end, loss)
         if reset:
-            p = trained(shards, out, "--eval_only=True", f"--data_dir={data}", "--eval_tokens=1024", "--batch_size=4", prefix=ranks(2))
-            assert p.returncode == 0 and f"position 128 to 256 in the document: loss {got[1][1]:.4f}" in p.stdout, p.stdout + p.stderr
+            flags = "--eval_only=True", f"--data_dir={data}", "--eval_tokens=1024", "--batch_size=4"
+            p = trained(shards, out, *flags, prefix=ranks(2))
+            line = f"position 128 to 256 in the document: loss {got[1][1]:.4f}"
+            assert p.returncode == 0 and line in p.stdout, p.stdout + p.stderr
             *_, last = (out / "log.jsonl").read_text().splitlines()
             assert np.allclose(json.loads(last)["val_loss_by_position"], got, atol=1e-5)
     p = trained(shards, out, "--resume=True", "--max_steps=20") # the added record is none of a step
@@ -986,7 +991,8 @@ def test_out_of_memory_says_what_to_lower(shards, faulty, tmp_path):
         refused(p, "out of memory", word)
 
 def test_ctrl_c_while_it_compiles(shards, faulty, tmp_path):
-    refused(trained(shards, tmp_path / "out", prefix=(faulty, "compiler", 0, 2)), "asked to stop", "RuntimeError", "resume")
+    p = trained(shards, tmp_path / "out", prefix=(faulty, "compiler", 0, 2))
+    refused(p, "asked to stop", "RuntimeError", "resume")
 
 def test_damaged_checkpoint_falls_back(whole, tmp_path):
     """Torn at any length, altered in any bit: what loads is the newest file's values or the one before, no others."""
@@ -1069,7 +1075,8 @@ def test_train_refuses(shards, tmp_path):
         ("--data_dir=none",): ["none/meta.json is missing", "prepare.py"],
         ("--vocab_size=200",): ["ids up to 256", "vocab_size=200", "384"],
         ("--batch_size=3",): ["batch_tokens=256", "3 * 32 * 1 = 96"],
-        ("--seq_len=1024", "--batch_size=1", "--batch_tokens=1024", "--total_tokens=10240"): ["val row", "lower seq_len"],
+        ("--seq_len=1024", "--batch_size=1", "--batch_tokens=1024", "--total_tokens=10240"):
+            ["val row", "lower seq_len"],
         ("--mixer=attention",): ["reset_at_eot=False"],
         ("--mixer=mamba",): ["gla, gdn, attention", "'mamba'"],
         ("--expect_params=20_000",): ["expect_params=20,000"],
@@ -1224,7 +1231,7 @@ def test_train_help():
 # ----------------------------------------------------------------------------------------------------------------------
 # sample.py
 
-SMALL = dict(n_layer=2, n_embd=32, n_head=2, d_key=8, d_value=8, d_mlp=48, vocab_size=320) # bytes use 257 of the 320 ids
+SMALL = dict(n_layer=2, n_embd=32, n_head=2, d_key=8, d_value=8, d_mlp=48, vocab_size=320) # bytes use 257 of 320 ids
 SMALL_MODELS = {"gla": dict(mixer="gla"), "gdn": dict(mixer="gdn", conv_size=4), "attention": dict(mixer="attention")}
 
 def small_model(mixer, **changes):
@@ -1242,7 +1249,8 @@ def save_checkpoint(folder, model, step=1, tokenizer="bytes"):
     """What train.py writes, as far as sample.py reads it."""
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"ckpt_{step}.pt")
-    torch.save({"model": model.state_dict(), "config": dataclasses.asdict(model.cfg), "tokenizer": tokenizer, "step": step,
+    torch.save({"model": model.state_dict(), "config": dataclasses.asdict(model.cfg), "tokenizer": tokenizer,
+                "step": step,
                 "vocab_size": 257 if tokenizer == "bytes" else 50_257}, path)
     return path
 
@@ -1304,7 +1312,7 @@ def test_samples_do_not_disturb_each_other_and_memory_is_constant():
     first = list(sample.generate(decoder, state, logits, 100, eot=-1))
     assert list(sample.generate(decoder, state, logits, 100, eot=-1)) == first
     assert sample.state_bytes(sample.prefill(model, torch.zeros(1, 500, dtype=torch.int64))[0]) == size
-    assert sample.state_bytes(decoder.state) == size == 4 * 2 * (2 * 8 * 8 + 3 * 48) # fp32, 2 layers, S and convolutions
+    assert sample.state_bytes(decoder.state) == size == 4 * 2 * (2 * 8 * 8 + 3 * 48) # fp32, 2 layers, S and conv
 
 @pytest.mark.parametrize("mixer", SMALL_MODELS)
 @torch.no_grad()
@@ -1331,7 +1339,8 @@ def test_choose():
     def shares(temperature=1.0, top_k=0, top_p=1.0):
         return torch.bincount(choose(p.log(), temperature, top_k, top_p)[:, 0], minlength=4) / len(p)
     def near(expected, **how):
-        torch.testing.assert_close(shares(**how), torch.tensor(expected).float(), rtol=0, atol=0.015) # 4 standard deviations
+        # 4 standard deviations
+        torch.testing.assert_close(shares(**how), torch.tensor(expected).float(), rtol=0, atol=0.015)
     near([0.5, 0.3, 0.15, 0.05])
     near([0.5, 0.3, 0.15, 0.05], top_k=1000)
     near([0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365], temperature=0.5)
@@ -1418,7 +1427,8 @@ def memorised(tmp_path_factory):
 
 def test_sample_streams_whole_characters(memorised):
     n = 4 * len(TEXT.encode())
-    args = [sys.executable, "sample.py", f"--out_dir={memorised}", f"--prompt={TEXT}", "--temperature=0", f"--max_new_tokens={n}"]
+    args = [sys.executable, "sample.py", f"--out_dir={memorised}", f"--prompt={TEXT}", "--temperature=0",
+            f"--max_new_tokens={n}"]
     env = {**os.environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(args, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
         reads = list(iter(lambda: os.read(p.stdout.fileno(), 65536), b""))
@@ -1464,9 +1474,11 @@ def test_sample_ends_cleanly_at_ctrl_c(memorised, when):
     assert when == "starting" or b"tokens drawn" in err, err
 
 def test_sample_into_head_ends_without_a_word(memorised):
-    p = subprocess.run(f"{sys.executable} sample.py --out_dir={memorised} --max_new_tokens=100000 | head -c 50", shell=True,
+    command = f"{sys.executable} sample.py --out_dir={memorised} --max_new_tokens=100000 | head -c 50"
+    p = subprocess.run(command, shell=True,
                        cwd=ROOT, capture_output=True, timeout=120)
-    assert p.returncode == 0 and len(p.stdout) == 50 and b"Traceback" not in p.stderr and b"Error" not in p.stderr, p.stderr
+    assert p.returncode == 0 and len(p.stdout) == 50, p.stderr
+    assert b"Traceback" not in p.stderr and b"Error" not in p.stderr, p.stderr
 
 def test_sample_takes_the_newest_checkpoint(tmp_path):
     out = tmp_path / "out"
@@ -1490,7 +1502,8 @@ def test_sample_falls_back_from_a_damaged_checkpoint(tmp_path):
     assert p.returncode == 0 and p.stderr.count("damaged") == 3 and f"{good}: gla" in p.stderr, p.stderr
     os.remove(good)
     p = sample(tmp_path)
-    assert p.returncode == 1 and "Traceback" not in p.stderr and "every checkpoint" in p.stderr.splitlines()[-1], p.stderr
+    assert p.returncode == 1 and "Traceback" not in p.stderr, p.stderr
+    assert "every checkpoint" in p.stderr.splitlines()[-1], p.stderr
 
 def test_sample_refuses_what_it_cannot_do(outs, tmp_path):
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
@@ -1522,7 +1535,8 @@ def test_sample_refuses_values_out_of_range(flag):
 # ----------------------------------------------------------------------------------------------------------------------
 # bench.py
 
-BENCH_FLAGS = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--d_key=8", "--d_value=8", "--d_mlp=48", "--seq_len=64", "--batch_size=2"]
+BENCH_FLAGS = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--d_key=8", "--d_value=8", "--d_mlp=48", "--seq_len=64",
+               "--batch_size=2"]
 
 @pytest.fixture(scope="module")
 def bench_rows(tmp_path_factory):
@@ -1563,7 +1577,8 @@ def test_bench_figures_agree(bench_rows):
     assert len(kernels) == 6 and all("error" not in row for row in kernels.values())
     B, T, H, K, V = map(int, kernels["gla_chunked", "fwd"]["shape"].split())
     for (op, part), row in kernels.items():
-        assert row["gb_s"] == pytest.approx(row["bytes"] / row["ms"] / 1e6) and ("saved_gb" in row) == (part == "fwd+bwd")
+        assert row["gb_s"] == pytest.approx(row["bytes"] / row["ms"] / 1e6)
+        assert ("saved_gb" in row) == (part == "fwd+bwd")
         reference = "gla_chunked" if "sdpa" in op else op
         assert row["ratio"] == pytest.approx(row["ms"] / kernels[reference, part]["ms"])
     assert kernels["gla_chunked", "fwd"]["bytes"] == 4 * B * T * H * (3 * K + 2 * V) # q k g, v o
@@ -1572,16 +1587,19 @@ def test_bench_figures_agree(bench_rows):
     for row in tables["train"]:
         assert row["tok_s"] == pytest.approx(2 * 64 / row["ms"] * 1000)
     for row in tables["sample"]:
-        assert row["tok_s"] == pytest.approx(row["batch"] * (row["context"] if row["pass"] == "prefill" else 1) / row["ms"] * 1000)
+        tokens = row["batch"] * (row["context"] if row["pass"] == "prefill" else 1)
+        assert row["tok_s"] == pytest.approx(tokens / row["ms"] * 1000)
     weights = {(row["mixer"], row["dtype"]): row["weights_mb"] for row in tables["sample"]}
     assert len(weights) == 6 and all(weights[mixer, "int8"] < 0.4 * weights[mixer, "float32"] for mixer, _ in weights)
-    states = {mixer: [row["state_mb"] for row in tables["memory"] if row["mixer"] == mixer] for mixer in ("gla", "gdn", "attention")}
+    states = {mixer: [row["state_mb"] for row in tables["memory"] if row["mixer"] == mixer]
+              for mixer in ("gla", "gdn", "attention")}
     assert states["gla"] == 4 * [4 * 2 * 8 * 8 / 1e6] # fp32 S
     assert states["gdn"] == 4 * [4 * (2 * 8 * 8 + 3 * 48) / 1e6] # and convolutions
     assert states["attention"] == [4 * 2 * 2 * 8 * T / 1e6 for T in (128, 256, 512, 1024)]
 
 def test_bench_of_one_config_and_one_table(tmp_path):
-    p = run(os.path.join(ROOT, "bench.py"), os.path.join(ROOT, "config", "tiny.py"), *BENCH_FLAGS, "--what=memory", cwd=tmp_path)
+    tiny = os.path.join(ROOT, "config", "tiny.py")
+    p = run(os.path.join(ROOT, "bench.py"), tiny, *BENCH_FLAGS, "--what=memory", cwd=tmp_path)
     assert p.returncode == 0, p.stderr
     assert re.findall("^(operators|training step|generation|memory)", p.stdout, re.M) == ["memory"]
     assert len(re.findall(r"^tiny +\d+ ", p.stdout, re.M)) == 4 # lengths
@@ -1617,8 +1635,8 @@ def test_bench_draws_the_curves_of_runs(tmp_path):
             print(json.dumps({"config": {}, "commit": "", "versions": {}}), file=f)
             for step in range(1, 50):
                 loss = None if step == 7 else 5 / step # a step whose loss was not finite
-                print(json.dumps({"step": step, "tokens": step * 1000, "loss": loss, "val_loss": 1.0} if step % 10 == 0 else
-                                 {"step": step, "tokens": step * 1000, "loss": loss}), file=f)
+                val = {"val_loss": 1.0} if step % 10 == 0 else {}
+                print(json.dumps({"step": step, "tokens": step * 1000, "loss": loss, **val}), file=f)
             if run_name == "a": # what --eval_only=True adds
                 print(json.dumps({"step": 49, "tokens": 49_000, "val_loss": 1.0,
                                   "val_loss_by_position": [[128, 2.0, 500], [256, None, 90]]}), file=f)
@@ -1631,7 +1649,8 @@ def test_bench_draws_the_curves_of_runs(tmp_path):
     refused(run("bench.py", f"--plot={picture}", f"--logs={tmp_path}/out/*"), "out/a: not a log.jsonl")
 
 def test_bench_refuses_what_it_cannot_do(tmp_path):
-    cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"), ("--seq_len=0",): ("--seq_len=0", "at least 1"),
+    cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"),
+             ("--seq_len=0",): ("--seq_len=0", "at least 1"),
              (f"--json={tmp_path}/none/rows.jsonl",): ("none/rows.jsonl", "No such file"),
              (f"--plot={tmp_path}/loss.png", f"--logs={tmp_path}/*.jsonl"): (str(tmp_path), "no such file")}
     for p, words in zip(two_at_a_time(lambda *flags: run("bench.py", *flags), cases), cases.values()):
