@@ -802,6 +802,13 @@ def test_evaluation_does_not_change_training(shards, whole, tmp_path):
     refused(trained(shards, tmp_path / "out", "--resume=True"), "ckpt_30.pt does not fit")
     refused(trained(shards, tmp_path / "out"), "holds checkpoints", "--resume=True")
 
+def loaded(cfg, checkpoint):
+    """The checkpoint's model, made without random numbers: the test in another thread may just have seeded them."""
+    with torch.device("meta"):
+        model = train.LM(cfg)
+    model.load_state_dict(checkpoint["model"], assign=True)
+    return model.requires_grad_(False)
+
 @beside
 def test_loss_by_position(shards, whole, tmp_path):
     """eval_only on two ranks against a loop over documents: one ends a row, one began before it, some are too short."""
@@ -813,8 +820,7 @@ def test_loss_by_position(shards, whole, tmp_path):
     shutil.copytree(whole, out)
     saved, _ = train.load_checkpoint(str(out))
     cfg = train.TrainConfig(**{**saved["config"], "data_dir": data, "eval_tokens": 1024})
-    model = train.LM(cfg)
-    model.load_state_dict(saved["model"])
+    model = loaded(cfg, saved)
     for reset in (True, False):
         cfg, expected = dataclasses.replace(cfg, reset_at_eot=reset), {128: [], 256: [], 512: []}
         for shard in val:
@@ -1384,11 +1390,13 @@ def test_sample_reads_long_prompts_from_a_file(outs, tmp_path):
     text = "".join(rng.choice("abcdefgh \r\n") for _ in range(20_000 - 1))
     (tmp_path / "story.txt").write_text(text, newline="")
     flags = f"--prompt=@{tmp_path / 'story.txt'}", "--temperature=0", "--max_new_tokens=4"
+    from model import ModelConfig
     from sample import Decoder, generate, prefill
     for mixer, p in zip(SMALL_MODELS, two_at_a_time(sample, [(outs / mixer, *flags) for mixer in SMALL_MODELS])):
         assert p.returncode == 0 and "prompt: 20,000 tokens" in p.stderr, p.stderr
         if mixer != "attention": # quadratic: seconds
-            model = small_model(mixer)
+            checkpoint, _ = train.load_checkpoint(str(outs / mixer))
+            model = loaded(ModelConfig(**checkpoint["config"]), checkpoint)
             state, logits = prefill(model, torch.tensor([[256, *text.encode()]]), piece=20_000)
             tokens = generate(Decoder(model, 1, 257, 0, 0, 1, 0), state, logits, 4, eot=256)
             assert p.stdout == bytes(token for token, in tokens).decode(errors="replace") + "\n"
