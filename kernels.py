@@ -634,18 +634,20 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None, logits=Fal
     What cannot run raises an AssertionError that says why.
     """
     check(q, k, v, [("g", g, q.shape, (torch.bfloat16, torch.float32))], initial_state, segment_ids)
-    B, T, H, K, V = *q.shape, v.shape[-1]
+    B, T, H, K, V, dtype = *q.shape, v.shape[-1], q.dtype
     scale = K**-0.5 if scale is None else float(scale)
     S0 = None
     if initial_state is not None: # held as (V, K)
         S0 = widen(widen(initial_state).transpose(-1, -2))
     if segment_ids is not None:
         segment_ids = segment_ids.contiguous()
+    if min(K, V) < 32: # sums of so few terms would show every rounding to bf16
+        q, k, v = q.float(), k.float(), v.float()
     q, k, v, g = *map(evenly, (q, k, v)), widen(g)
     o, SN, *_ = gla_fwd(q, k, v, g, scale, S0, segment_ids, logits)
     if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
         o, SN = o[..., :V], SN[..., :V, :K]
-    return o, SN.transpose(-1, -2)
+    return o.to(dtype), SN.transpose(-1, -2)
 
 @torch.library.custom_op("kernels::gla_step", mutates_args={"state"})
 def gla_step_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
@@ -796,10 +798,16 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     row = (i_b.to(tl.int64) * T + t) * H + i_h # of a (B, T, H) tensor
 
     b_g = tl.load(g + row + o_i * H, mask=m_t, other=0.0) * LOG2E
-    if seg is not None:
+    if seg is None:
+        b_G2 = tl.cumsum(b_g, 0)
+    else: # no sum crosses a boundary, so that one segment's gates do not touch another's by a bit
         seg += i_b.to(tl.int64) * T + t + o_i
         m_s = m_t & (t + o_i > 0)
-        b_g = tl.where(m_s & (tl.load(seg, mask=m_s, other=0) != tl.load(seg - 1, mask=m_s, other=0)), RESET, b_g)
+        b_first = (m_s & (tl.load(seg, mask=m_s, other=0) != tl.load(seg - 1, mask=m_s, other=0))).to(tl.int32)
+        b_s = tl.cumsum(b_first, 0) # boundaries up to here
+        b_g = tl.where(b_first > 0, 0.0, b_g)
+        m_i = (o_i[:, None] >= o_i[None, :]) & (b_s[:, None] == b_s[None, :])
+        b_G2 = tl.sum(tl.where(m_i, b_g[None, :], 0.0), 1) + b_s * RESET
     b_beta = tl.load(beta + row + o_i * H, mask=m_t, other=0.0).to(tl.float32)
     b_q, b_k = gdn_rows(q, i_b, i_h, t, T, H, K, BT), gdn_rows(k, i_b, i_h, t, T, H, K, BT)
     m_w = b_beta > 0
@@ -817,7 +825,6 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
         b_y = gdn_dot_split(b_T, n_hi, n_lo, None, PREC)
         b_N -= tl.where((o_i[:, None] ^ o_i[None, :]) >> p == 1, b_y, 0.0)
 
-    b_G2 = tl.cumsum(b_g, 0)
     b_e = tl.exp2(b_G2)
     b_GW = b_G2 - tl.log2(b_beta)
     b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_GW)
@@ -967,7 +974,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
 
     k, X = tiled(k, T, H * K, BT, K), tiled(X, K, BT, K, BT)
     do, dv, dh = tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV), tiled(dh, V, K, BV, K)
-    # a chunk of as many tokens as K has takes most of dS' away: a small difference, from operands of two terms
+    # alike keys or, with K <= BT, any take most of dS' away: a small difference, from operands of two terms
     NARROW: tl.constexpr = K <= BT
     LS = tl.cdiv(NT, NS) # chunks a part
     first, last = i_s * LS, tl.minimum(i_s * LS + LS, NT)
@@ -985,7 +992,8 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
         b_e = tl.load(e + o_i)
         b_dh = b_dS.to(b_k.dtype)
         # dv^T = do^T Y + dS'^T X^T: (BV, BT) x (BT, BT), (BV, K) x (K, BT)
-        b_dv = gdn_dot_split(b_dS if NARROW else b_dh, b_X, None, None, PREC)
+        b_dv = tl.dot((b_dS - b_dh.to(tl.float32)).to(b_k.dtype), b_X, input_precision=PREC) # of dS' what bf16 leaves
+        b_dv = tl.dot(b_dh, b_X, b_dv, input_precision=PREC)
         if OUT:
             dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
         b_dv = tl.dot(tl.trans(b_do), b_Y, b_dv, input_precision=PREC)

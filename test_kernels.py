@@ -315,8 +315,10 @@ def test_gla_reads_views(view):
     def copy(x):
         return as_view(x).clone(memory_format=torch.contiguous_format)
     copies, views = (lambda *x, f=f: gla(*map(f, x[:3]), *x[3:]) for f in (copy, as_view))
-    for x, y in zip(gla_grads(views, q, k, v, g, S0, do, dS), gla_grads(copies, q, k, v, g, S0, do, dS)):
-        assert torch.equal(x, y)
+    outputs = zip(gla_grads(views, q, k, v, g, S0, do, dS), gla_grads(copies, q, k, v, g, S0, do, dS))
+    for i, (x, y) in enumerate(outputs):
+        # on a GPU autograd adds what overlaps in bf16 in any order
+        assert torch.equal(x, y) or GPU and T > 1 and i in (2, 3, 4) and relative(x, y) <= 2e-2
 
 @pytest.mark.parametrize("gate", ["typical", "-50"])
 @pytest.mark.parametrize("K, V", [(16, 32), (100, 40)])
@@ -1086,6 +1088,7 @@ def test_model_on_gpu_equals_cpu(name, compiled):
     model = small_model(name)
     mine = small_model(name).cuda()
     if compiled:
+        torch._dynamo.reset() # the graphs of other tests' models count towards one limit
         mine.compile(fullgraph=True, dynamic=False)
     idx = torch.randint(64, (2, 151), generator=torch.Generator().manual_seed(0))
     ids = None if name == "attention" else (idx[:, :-1] == 7).cumsum(1).int()
