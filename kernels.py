@@ -697,12 +697,12 @@ def gla_step(q, k, v, g, state, scale=None):
 # V256), and half of what a layer keeps. beta is taken as max(beta, 1e-14): the function changes by no more than that, u
 # and dv keep their relative accuracy, and dbeta is right at 0. A has 1 on the diagonal; left of it beta_j, a decay and
 # a product of k_i, k_j and contractions between them, no larger than 1: fp16 holds it to 2^-11. No exponent is positive
-# but that of a beta above 1, so nothing overflows. A segment's first token takes the log2 gate RESET, whose exp2 is 0
-# in fp32: D between segments, e behind a boundary, r before one and d across one are exactly 0, and only the first
-# kernel knows of segments. d is e of the last row.
+# but that of a beta above 1, so nothing overflows. Documents: G is summed inside a segment; D between segments, e behind
+# a boundary, r before one and d across one are 0. So no bit of one document's inputs reaches another's outputs. d is e
+# of the last row.
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
-#   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units
+#   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units, and the segment
 #   A        A (B, H, NT, BT, BT)                 fp16*     gdn_solve         yes      * fp32 with an fp32 q
 #   X^T, Y   X (B, H, NT, K, BT), Y (.., BT, BT)  q's       gdn_solve         yes
 #   W        W (B, T, H, V)                       q's       gdn_fwd           yes
@@ -711,10 +711,9 @@ def gla_step(q, k, v, g, state, scale=None):
 # The sweeps hold the state transposed, (BV, K): the first operand of every product, straight from the accumulator.
 # FLOPs per token and head: forward 6 K V + 2 BT V and the solve, backward 16 K V + 6 BT V + 20 BT K + 12 BT^2.
 
-RESET = tl.constexpr(-160.0) # 2^-160 is 0 in fp32, and 64 of them in a chunk still leave 2^-11 of resolution
 MIN_BETA = tl.constexpr(1e-14)
-# rows of `gates`: G, e, and for what a token writes, nothing where beta is 0, G - log2(beta), e and r
-GATES, G, E, GW, EW, RW = map(tl.constexpr, (5, 0, 1, 2, 3, 4))
+# rows of `gates`: G, e, and for what a token writes, nothing where beta is 0, G - log2(beta), e and r; the segment
+GATES, G, E, GW, EW, RW, SEG = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5))
 
 # launch settings: 168 registers let three blocks of the solve share an SM, which hides its chain of products
 SOLVE = dict(num_warps=4, maxnreg=168)
@@ -785,6 +784,11 @@ def gdn_diagonal_inverse(KK, beta, BT: tl.constexpr, DTYPE: tl.constexpr, PREC: 
         b_nt -= tl.where(o_x >> p == 1, b_yt, 0.0)
     return b_n
 
+@triton.jit
+def gdn_sum_of_segment(x, first_x, y, first_y):
+    """Adds up g, for a scan that begins anew where a segment does."""
+    return tl.where(first_y > 0, y, x + y), first_x | first_y
+
 @triton.jit(do_not_specialize=["T", "NT"])
 def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
                      BT: tl.constexpr, PREC: tl.constexpr):
@@ -798,16 +802,11 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     row = (i_b.to(tl.int64) * T + t) * H + i_h # of a (B, T, H) tensor
 
     b_g = tl.load(g + row + o_i * H, mask=m_t, other=0.0) * LOG2E
-    if seg is None:
-        b_G2 = tl.cumsum(b_g, 0)
-    else: # no sum crosses a boundary, so that one segment's gates do not touch another's by a bit
+    b_first = tl.zeros([BT], tl.int32) # 1 where a segment begins
+    if seg is not None:
         seg += i_b.to(tl.int64) * T + t + o_i
         m_s = m_t & (t + o_i > 0)
         b_first = (m_s & (tl.load(seg, mask=m_s, other=0) != tl.load(seg - 1, mask=m_s, other=0))).to(tl.int32)
-        b_s = tl.cumsum(b_first, 0) # boundaries up to here
-        b_g = tl.where(b_first > 0, 0.0, b_g)
-        m_i = (o_i[:, None] >= o_i[None, :]) & (b_s[:, None] == b_s[None, :])
-        b_G2 = tl.sum(tl.where(m_i, b_g[None, :], 0.0), 1) + b_s * RESET
     b_beta = tl.load(beta + row + o_i * H, mask=m_t, other=0.0).to(tl.float32)
     b_q, b_k = gdn_rows(q, i_b, i_h, t, T, H, K, BT), gdn_rows(k, i_b, i_h, t, T, H, K, BT)
     m_w = b_beta > 0
@@ -825,18 +824,22 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
         b_y = gdn_dot_split(b_T, n_hi, n_lo, None, PREC)
         b_N -= tl.where((o_i[:, None] ^ o_i[None, :]) >> p == 1, b_y, 0.0)
 
-    b_e = tl.exp2(b_G2)
+    b_G2, _ = tl.associative_scan((tl.where(b_first > 0, 0.0, b_g), b_first), 0, gdn_sum_of_segment)
+    b_s = tl.cumsum(b_first, 0)
+    b_e = tl.where(b_s == 0, tl.exp2(b_G2), 0.0)
     b_GW = b_G2 - tl.log2(b_beta)
     b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_GW)
+    b_r = tl.where(b_s == tl.max(b_s, 0), b_r, 0.0)
     gates += n * (GATES * BT) + o_i
     tl.store(gates, b_G2)
     tl.store(gates + E * BT, b_e)
     tl.store(gates + GW * BT, tl.where(m_w, b_GW, float("inf")))
     tl.store(gates + EW * BT, tl.where(m_w, b_e, 0.0))
     tl.store(gates + RW * BT, tl.where(m_w, b_r, 0.0))
+    tl.store(gates + SEG * BT, b_s.to(tl.float32))
 
-    m_l = o_i[:, None] >= o_i[None, :]
-    b_D = tl.exp2(tl.where(m_l, b_G2[:, None] - b_GW[None, :], 0.0)) # 0 above the diagonal comes from N and P
+    m_l = (o_i[:, None] >= o_i[None, :]) & (b_s[:, None] == b_s[None, :])
+    b_D = tl.exp2(tl.where(m_l, b_G2[:, None] - b_GW[None, :], float("-inf")))
     chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
     if A is not None:
         tl.store(A + chunk, (b_N * b_D * (1 / b_beta)[:, None]).to(A.dtype.element_ty))
@@ -1046,13 +1049,15 @@ def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
         b_dP = tl.dot(b_do, tl.trans(b_W), b_dP, input_precision=PREC)
         b_Z = tl.dot(b_dv, tl.trans(b_W), b_Z, input_precision=PREC)
 
+    b_s = tl.load(g + SEG * BT + o_i)
     b_hi, b_lo = gdn_transposed(A, n, BT, q.dtype)
     # do u^T and dv u^T by eq. (7): (BT, BT) x (BT, BT)
     b_dP = gdn_dot_split(b_dP, b_hi, b_lo, None, PREC)
     b_Z = gdn_dot_split(b_Z, b_hi, b_lo, None, PREC)
     b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / tl.maximum(b_beta, MIN_BETA)
     tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
-    b_D = tl.exp2(tl.where(m_d | m_l, b_G[:, None] - b_GW[None, :], float("-inf")))
+    m_s = (m_d | m_l) & (b_s[:, None] == b_s[None, :])
+    b_D = tl.exp2(tl.where(m_s, b_G[:, None] - b_GW[None, :], float("-inf")))
     b_dP *= b_D * scale
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
     # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of H adds to a row what it takes from the same column: left out, its
@@ -1096,8 +1101,10 @@ def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
     b_dk = tl.dot(b_kT, tl.trans(b_Z), b_dk, input_precision=PREC)
     dk.store([i_b, t, i_h * K], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, K))
-    # dg_t: a from t on, b before t. The sum over all tokens less what follows would cancel
-    b_dg = tl.sum(tl.where(o_i[None, :] >= o_i[:, None], b_a[None, :], b_b[None, :]), 1)
+    b_s = tl.load(g + SEG * BT + o_i)
+    # dg_t: a from t on, b before t, of its segment. The sum over all tokens less what follows would cancel
+    b_dg = tl.where(o_i[None, :] >= o_i[:, None], b_a[None, :], b_b[None, :])
+    b_dg = tl.sum(tl.where(b_s[:, None] == b_s[None, :], b_dg, 0.0), 1)
     tl.store(dg + row, b_dg + b_d * b_hh, mask=m_t)
 
 @triton.jit(do_not_specialize=["T", "NT"])

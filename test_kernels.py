@@ -372,9 +372,10 @@ GDN_TOL = {
     torch.bfloat16: dict(o=(6e-3, 2e-2), dq=(6e-3, 2e-2), dk=(6e-3, 2e-2), dv=(6e-3, 2e-2),
                          dg=(1e-2, 1e-2), dbeta=(1e-2, 1e-2), S=5e-3, dS0=6e-3),
 }
-# what bf16 states and dv leave of dg and dbeta, one number a token, where its terms cancel or a chunk has few tokens
-# (H200: up to 1.4e-2, 7e-2; 1.5e-2, 2.1e-2): tests that pass by these limits only are reported as expected failures
-GDN_LIMIT = dict(dg=(2.5e-2, 1e-1), dbeta=(2e-2, 3e-2))
+# what bf16 states and dv leave of dg and dbeta, one number a token, where its terms cancel or a chunk has few tokens: over
+# a norm that is at least 0.3 of the tensor's mean block norm. Emulated for single tokens, 144 heads: up to 4e-2, 3e-2.
+# Tests that pass by these limits only are reported as expected failures
+GDN_LIMIT = dict(dg=5e-2, dbeta=5e-2)
 NAMES = ("q", "k", "v", "g", "beta", "S0")
 gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
@@ -423,8 +424,11 @@ def gdn_compare(out, ref, x, tol):
         else:
             error, limit = errors(out[name], y, floor=floor if name == "dg" else None), tol[name]
         bad += [(name, error, limit)] if any(e > l for e, l in zip(error, limit)) else []
+    def typical_error(name): # the worst chunk's, whatever cancels there
+        size = norms(ref[name], 64)
+        return errors(out[name], ref[name], floor=(0.3 * size.mean()).expand_as(size))[1]
     known = [b for b in bad if x[0].dtype == torch.bfloat16 and b[0] in GDN_LIMIT
-             and all(e <= l for e, l in zip(b[1], GDN_LIMIT[b[0]]))]
+             and typical_error(b[0]) <= GDN_LIMIT[b[0]]]
     assert bad == known, bad
     if known:
         pytest.xfail(f"(name, (worst head, worst chunk), limit): {known}")
@@ -494,15 +498,16 @@ GDN_BOUNDARIES = {"1": [1], "63": [63], "64": [64], "65": [65], "several in one 
                   "one token each": range(1, 140)}
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("starts", GDN_BOUNDARIES.values(), ids=GDN_BOUNDARIES)
-def test_gdn_segments(starts, dtype):
+@pytest.mark.parametrize("starts, kind", [(name, "init") for name in GDN_BOUNDARIES]
+                         + [("several in one chunk", "half the gates -50")])
+def test_gdn_segments(starts, kind, dtype):
     B, T, H, K, V = (2, 1000, 6, 128, 256) if GPU else (2, 140, 1, 16, 16)
     ids = torch.zeros(B, T, dtype=torch.int32, device=DEVICE)
-    for t in starts:
+    for t in GDN_BOUNDARIES[starts]:
         ids[0, t:] += 1 # the second row is one document
-    x = gdn_inputs(B, T, H, K, V, dtype)
+    x = gdn_inputs(B, T, H, K, V, dtype, kind)
     # nothing of one document reaches the next, not even a bit
-    first = starts[0]
+    first = GDN_BOUNDARIES[starts][0]
     o, S = kernels.gated_delta_rule(*x[:5], None, x[5], ids)
     with torch.no_grad():
         other = (torch.cat([t[:, :first] * 0, t[:, first:]], 1) for t in x[:5])
@@ -1099,6 +1104,8 @@ def test_model_on_gpu_equals_cpu(name, compiled):
     assert abs(loss.item() - again.item()) <= 1e-4 * loss.item() # fp32 with tf32 off; measured below 1e-6
     for (key, p), q in zip(model.named_parameters(), mine.parameters()):
         assert relative(q.grad.cpu(), p.grad) <= 2e-3, key
+    if name == "attention" and compiled:
+        return # its cache grows: each length would be compiled anew
     with torch.no_grad(): # one token at a time, through the step kernels
         state = mine.init_state(2)
         logits = torch.cat([mine(x.cuda(), state=state)[0] for x in idx[:, :-1].split([100] + [1] * 50, 1)], 1)
