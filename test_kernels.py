@@ -974,7 +974,7 @@ def uneven_norms(model):
             norm.weight.copy_(torch.linspace(0.5, 1.5, len(norm.weight)))
     return model
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gla", "gdn", "attention"])
 @torch.no_grad()
 def test_for_inference_moves_the_norms_gains_into_matrices(name):
     from sample import for_inference
