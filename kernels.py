@@ -123,6 +123,13 @@ def small(device):
 def multiprocessors(device):
     return 1 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count
 
+def step_values(n, device):
+    """
+    Values a program of a step's n: 32, whose states are 16 KB to ask for at once, but 8 where these would leave
+    multiprocessors with less than two programs, as a single sequence does.
+    """
+    return 32 if n >= 64 * multiprocessors(device) else 8
+
 @triton.jit
 def tiled(x, T, W: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr):
     """What `tiles` gave for x (B, T, W) as a descriptor, in a kernel. One made here becomes plain loads on Ampere, 16
@@ -494,13 +501,13 @@ def gla_step_kernel(q, k, v, g, state, o, scale, K, V, sb, sh, sk, sv, H: tl.con
     o_k = tl.arange(0, BK)
     o_v = tl.program_id(1) * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
+    tile = state + i_bh // H * sb + i_bh % H * sh + o_v[:, None] * sv + o_k[None, :] * sk
+    mask = m_v[:, None] & m_k[None, :]
+    S = tl.load(tile, mask=mask, other=0.0)
     b_q = tl.load(q + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32) * scale
     b_k = tl.load(k + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
     b_g = tl.load(g + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
     b_v = tl.load(v + i_bh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
-    tile = state + i_bh // H * sb + i_bh % H * sh + o_v[:, None] * sv + o_k[None, :] * sk
-    mask = m_v[:, None] & m_k[None, :]
-    S = tl.load(tile, mask=mask, other=0.0)
     S = S * tl.exp(b_g)[None, :] + b_k[None, :] * b_v[:, None]
     tl.store(tile, S, mask=mask)
     tl.store(o + i_bh * V + o_v, tl.sum(S * b_q[None, :], 1).to(o.dtype.element_ty), mask=m_v)
@@ -652,7 +659,7 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None, logits=Fal
 @torch.library.custom_op("kernels::gla_step", mutates_args={"state"})
 def gla_step_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float) -> Tensor:
     B, H, K, V = state.shape
-    o, BV = torch.empty_like(v), 32
+    o, BV = torch.empty_like(v), step_values(B * H * V, q.device)
     with torch.cuda.device_of(q):
         launch(gla_step_kernel, (B * H, cdiv(V, BV)), dict(num_warps=4), q, k, v, g, state, o, scale, K, V,
                *state.stride(), H, 1 << (K - 1).bit_length(), BV)
@@ -1126,20 +1133,21 @@ def gdn_step_kernel(q, k, v, g, beta, state, o, scale, s_b, s_h, s_k, s_v, H: tl
                     V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
     """Eq. (1), the state in place, any strides. Grid (B * H * V / BV)."""
     NV: tl.constexpr = (V + BV - 1) // BV
-    i = tl.program_id(0)
-    i_v, i_bh = i % NV * BV, i.to(tl.int64) // NV
-    o_k, o_v = tl.arange(0, BK)[None, :], i_v + tl.arange(0, BV)[:, None]
+    i_bh, o_k = tl.program_id(0).to(tl.int64) // NV, tl.arange(0, BK)
+    o_v = tl.program_id(0) % NV * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
-    state += i_bh // H * s_b + i_bh % H * s_h + o_v * s_v + o_k * s_k
-    b_S = tl.load(state, mask=m_v & m_k, other=0.0) # (BV, BK), S^T
-    b_k = tl.load(k + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    b_q = tl.load(q + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    state += i_bh // H * s_b + i_bh % H * s_h + o_v[:, None] * s_v + o_k[None, :] * s_k
+    mask = m_v[:, None] & m_k[None, :]
+    b_S = tl.load(state, mask=mask, other=0.0) # (BV, BK), S^T
+    b_k = tl.load(k + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
+    b_q = tl.load(q + i_bh * K + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
     b_v = tl.load(v + i_bh * V + o_v, mask=m_v, other=0.0).to(tl.float32)
-    b_S *= tl.exp2(tl.load(g + i_bh) * LOG2E)
-    b_u = tl.load(beta + i_bh).to(tl.float32) * (b_v - tl.sum(b_S * b_k, 1)[:, None])
-    b_S += b_u * b_k
-    tl.store(state, b_S, mask=m_v & m_k)
-    tl.store(o + i_bh * V + o_v, (tl.sum(b_S * b_q, 1) * scale)[:, None].to(o.dtype.element_ty), mask=m_v)
+    b_g, b_beta = tl.load(g + i_bh), tl.load(beta + i_bh).to(tl.float32)
+    b_S *= tl.exp2(b_g * LOG2E)
+    b_u = b_beta * (b_v - tl.sum(b_S * b_k, 1))
+    b_S += b_u[:, None] * b_k
+    tl.store(state, b_S, mask=mask)
+    tl.store(o + i_bh * V + o_v, (tl.sum(b_S * b_q, 1) * scale).to(o.dtype.element_ty), mask=m_v)
 
 # launch
 
@@ -1330,10 +1338,10 @@ def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_i
 def gdn_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> Tensor:
     (B, H, K), V = q.shape, v.shape[-1]
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
-    o, BV = torch.empty_like(v), 16
+    o, BV = torch.empty_like(v), step_values(B * H * V, q.device)
     with torch.cuda.device_of(q):
-        gdn_step_kernel[(B * H * cdiv(V, BV),)](q, k, v, g, beta, state, o, scale, *state.stride(), H=H, K=K,
-                                                       V=V, BK=1 << (K - 1).bit_length(), BV=BV, num_warps=4)
+        gdn_step_kernel[(B * H * cdiv(V, BV),)](q, k, v, g, beta, state, o, scale, *state.stride(), H=H, K=K, V=V,
+                                                BK=1 << (K - 1).bit_length(), BV=BV, num_warps=4)
     return o
 
 @gdn_step.register_fake
@@ -1610,165 +1618,202 @@ def linear_cross_entropy(x, weight, targets):
 # ----------------------------------------------------------------------------------------------------------------------
 # one token through a block, and norms without gradients
 #
-# With one token a sequence a product W x is bound by reading W, and a launch takes about 2 us, in which an H200 reads
-# 8 MB. So what stands before and after a product is done in its kernel, and a block is seven launches (GDN's a and b:
-# eight):
-#   p = W_in n(x),   z = W_gate n(x),   q k v g from p,   o by the step,   x' = x + W_out (n(o) silu(z)),
+# With one token a sequence a product W x is bound by reading W, 1 us for 4 MB on an H200, and by a kernel's own few us
+# of starting, waiting for its first bytes and ending. So a block is seven launches,
+#   p, z = W_in n(x), W_gate n(x),   q k v g from p,   o by the step,   u = n(o) silu(z),   x' = x + W_out u,
 #   h = silu(W_1 n(x')) (W_2 n(x')),   x'' = x' + W_3 h,                                                             (1)
-# where n(x) = w x / rms(x) over groups of D inputs: the model's width, or a head's. 1 / rms is one number per group, so
-# it is put on the group's sums, and x is read once:
-#   W n(x) = sum_groups (W_group (w x_group)) / rms(x_group)                                                         (2)
-# W is in x's dtype, or int8 with a scale per row: int8 is exact in bf16, so the scale, too, is put on the sums.
+# where n(x) = x / rms(x): the norms' gains are in the matrices that follow (sample.py, for_inference). 1 / rms(x) is a
+# number per token, so it is put on the sums, and what makes x leaves its sum of squares over each tile of rows, too:
+#   W n(x) = (W x) / rms(x),   rms(x)^2 = sum_tiles squares / C + eps.                                               (2)
+# That leaves the loop over K nothing but copies and products. Each warp sums a quarter of a block's columns, as a batch
+# of its own, (4, BN, BK/4) by (4, BK/4, BB): no two do the same work, and the chain of dependent products is a quarter
+# as long. W is in x's dtype, or int8 with a scale per row: int8 is exact in bf16, so that scale is put on the sums too.
 
 @triton.jit
-def rms_norm_kernel(x, weight, gate, y, eps, N, D, ROWS: tl.constexpr, BD: tl.constexpr):
-    """n(x), times silu(gate) where there is one, of N rows of D. Grid (N / ROWS,)."""
+def rms_norm_kernel(x, weight, gate, y, eps, N, stride, D, H: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr):
+    """x / rms(x) * weight, times silu(gate) where there is one, of N rows of D. Grid (N / ROWS,)."""
     o_n = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     o_d = tl.arange(0, BD)[None, :]
     mask = (o_n < N) & (o_d < D)
     b_x = tl.load(x + o_n * D + o_d, mask=mask, other=0.0).to(tl.float32)
-    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, 1, keep_dims=True) / D + eps)
-    b_y *= tl.load(weight + o_d, mask=o_d < D, other=0.0)
-    if gate is not None:
-        b_z = tl.load(gate + o_n * D + o_d, mask=mask, other=0.0).to(tl.float32)
-        b_y *= b_z * tl.sigmoid(b_z)
+    b_w = tl.load(weight + o_d, mask=o_d < D, other=0.0)
+    if gate is not None: # H rows of it lie side by side, the next H `stride` further on
+        b_z = tl.load(gate + o_n // H * stride + o_n % H * D + o_d, mask=mask, other=0.0).to(tl.float32)
+        b_w *= b_z * tl.sigmoid(b_z)
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, 1, keep_dims=True) / D + eps) * b_w
     tl.store(y + o_n * D + o_d, b_y.to(y.dtype.element_ty), mask=mask)
 
 @triton.jit
-def linear_step_kernel(x, w, scale, w2, scale2, norm, gate, residual, y, eps, B, N, K, D, BB: tl.constexpr,
-                       BN: tl.constexpr, BK: tl.constexpr):
-    """A product of (1) by (2), as y^T = W x^T with W (N, K). Grid (N / BN, B / BB)."""
-    o_n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    o_b = (tl.program_id(1) * BB + tl.arange(0, BB)).to(tl.int64)
-    m_n, m_b = (o_n < N)[:, None], (o_b < B)[:, None]
-    b_y, b_y2 = tl.zeros([BN, BB], tl.float32), tl.zeros([BN, BB], tl.float32) # over whole groups
-    part, part2 = tl.zeros([BN, BB], tl.float32), tl.zeros([BN, BB], tl.float32) # over this group so far
-    b_sq = tl.zeros([BB], tl.float32)
-    blocks = tl.cdiv(D, BK) # of a group
-    for i in range(K // D * blocks):
-        o_d = i % blocks * BK + tl.arange(0, BK)
-        o_k, m_d = (i // blocks * D + o_d)[None, :], (o_d < D)[None, :]
-        last = i % blocks == blocks - 1 # of its group
-        b_x = tl.load(x + o_b[:, None] * K + o_k, mask=m_b & m_d, other=0.0)
-        if norm is not None:
-            b_f = b_x.to(tl.float32)
-            b_sq += tl.sum(b_f * b_f, 1)
-            b_f *= tl.load(norm + o_d, mask=o_d < D, other=0.0)[None, :]
-            if gate is not None:
-                b_z = tl.load(gate + o_b[:, None] * K + o_k, mask=m_b & m_d, other=0.0).to(tl.float32)
-                b_f *= b_z * tl.sigmoid(b_z)
-            b_x = b_f.to(b_x.dtype)
-        b_r = tl.rsqrt(b_sq / D + eps) if norm is not None else 1.0
-        b_w = tl.load(w + o_n[:, None] * K + o_k, mask=m_n & m_d, other=0)
-        # W x^T: (BN, BK) x (BK, BB)
-        part = tl.dot(b_w.to(b_x.dtype), tl.trans(b_x), part, input_precision="ieee")
-        b_y, part = tl.where(last, b_y + part * b_r, b_y), tl.where(last, 0.0, part)
-        if w2 is not None:
-            b_w2 = tl.load(w2 + o_n[:, None] * K + o_k, mask=m_n & m_d, other=0)
-            part2 = tl.dot(b_w2.to(b_x.dtype), tl.trans(b_x), part2, input_precision="ieee")
-            b_y2, part2 = tl.where(last, b_y2 + part2 * b_r, b_y2), tl.where(last, 0.0, part2)
-        b_sq = tl.where(last, 0.0, b_sq)
+def linear_step_kernel(x, w, scale, w2, scale2, squares, residual, y, squares_y, eps, B, N, N2, TILES, K: tl.constexpr,
+                       PAIR: tl.constexpr, BT: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """A product of (1) by (2), as y^T = W x^T. Grid (tiles of W's rows, and then of W2's but in a PAIR; B / BB)."""
+    i_n, o_y, width = tl.program_id(0), 0, N
+    if w2 is not None and not PAIR: # y is (W x, W2 x)
+        width = N + N2
+        if i_n >= tl.cdiv(N, BN):
+            i_n, o_y, w, scale, N = i_n - tl.cdiv(N, BN), N, w2, scale2, N2
+    o_n = i_n.to(tl.int64) * BN + tl.arange(0, BN)
+    o_b = tl.program_id(1).to(tl.int64) * BB + tl.arange(0, BB)
+    m_n, m_b = o_n < N, o_b < B
+    out, mask = o_b[None, :] * width + o_y + o_n[:, None], m_b[None, :] & m_n[:, None]
+    # what is used after the loop is asked for before it
+    if squares is not None:
+        o_t = tl.arange(0, BT)[None, :]
+        b_sq = tl.load(squares + o_b[:, None] * TILES + o_t, mask=m_b[:, None] & (o_t < TILES), other=0.0)
     if scale is not None:
-        b_y *= tl.load(scale + o_n, mask=o_n < N, other=0.0)[:, None]
+        b_scale = tl.load(scale + o_n, mask=m_n, other=0.0)
     if scale2 is not None:
-        b_y2 *= tl.load(scale2 + o_n, mask=o_n < N, other=0.0)[:, None]
-    if w2 is not None:
-        b_y *= tl.sigmoid(b_y) * b_y2
-    out, mask = o_b[None, :] * N + o_n[:, None], (o_b < B)[None, :] & m_n
+        b_scale2 = tl.load(scale2 + o_n, mask=m_n, other=0.0)
     if residual is not None:
-        b_y += tl.load(residual + out, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + out, b_y.to(y.dtype.element_ty), mask=mask)
+        b_residual = tl.load(residual + out, mask=mask, other=0.0)
+
+    o_k = tl.arange(0, 4)[:, None] * (BK // 4) + tl.arange(0, BK // 4)[None, :] # (4, BK/4)
+    o_w, o_x = o_n[None, :, None] * K + o_k[:, None, :], o_b[None, None, :] * K + o_k[:, :, None]
+    part, part2 = tl.zeros([4, BN, BB], tl.float32), tl.zeros([4, BN, BB], tl.float32)
+    for i_k in range(0, K, BK):
+        m_w, m_x = m_n[None, :, None], m_b[None, None, :]
+        if K % BK > 0:
+            m_w, m_x = m_w & (i_k + o_k < K)[:, None, :], m_x & (i_k + o_k < K)[:, :, None]
+        b_x = tl.load(x + o_x + i_k, mask=m_x, other=0.0)
+        b_w = tl.load(w + o_w + i_k, mask=m_w, other=0)
+        # W x^T: 4 times (BN, BK/4) x (BK/4, BB)
+        part = tl.dot(b_w.to(b_x.dtype), b_x, part, input_precision="ieee")
+        if PAIR:
+            b_w2 = tl.load(w2 + o_w + i_k, mask=m_w, other=0)
+            part2 = tl.dot(b_w2.to(b_x.dtype), b_x, part2, input_precision="ieee")
+    b_y, b_y2 = tl.sum(part, 0), tl.sum(part2, 0)
+    if scale is not None:
+        b_y *= b_scale[:, None]
+    if scale2 is not None:
+        b_y2 *= b_scale2[:, None]
+    if squares is not None:
+        b_r = tl.rsqrt(tl.sum(b_sq, 1) / K + eps)[None, :]
+        b_y, b_y2 = b_y * b_r, b_y2 * b_r
+    if PAIR:
+        b_y *= tl.sigmoid(b_y) * b_y2
+    if residual is not None:
+        b_y += b_residual.to(tl.float32)
+    b_y = b_y.to(y.dtype.element_ty)
+    tl.store(y + out, b_y, mask=mask)
+    b_f = b_y.to(tl.float32) # as rounded; rows and columns beyond the end are zero
+    tl.store(squares_y + o_b * tl.num_programs(0) + tl.program_id(0), tl.sum(b_f * b_f, 0), mask=m_b)
 
 @triton.jit
-def step_inputs_kernel(p, past, taps, low, bias, ab, A_log, dt_bias, q, k, v, g, beta, P, SIZE: tl.constexpr,
-                       UNIT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr,
-                       BD: tl.constexpr):
-    """A step's arguments from p (B, P): convolution, whose past moves on by a token, and gates. Grid (B, 3 H)."""
+def step_inputs_kernel(p, past, taps, low, bias, x, squares, ab, A_log, dt_bias, q, k, v, g, beta, eps, P, C, TILES,
+                       SIZE: tl.constexpr, UNIT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+                       RANK: tl.constexpr, BC: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
+    """A step's arguments from p (B, P): convolution, whose past moves on by a token, and gates. Grid (B, 4 H)."""
     i_b, i_h, which = tl.program_id(0).to(tl.int64), tl.program_id(1) % H, tl.program_id(1) // H
-    width = tl.where(which == 2, V, K)
-    o = tl.arange(0, BD)
-    o_p, m = which * H * K + i_h * width + o, o < width # q of all heads, then k, then v
-    b = tl.load(p + i_b * P + o_p, mask=m, other=0.0).to(tl.float32)
-    if SIZE > 0:
-        D: tl.constexpr = H * (K + K + V)
-        b_y = b * tl.load(taps + o_p * SIZE + SIZE - 1, mask=m, other=0.0)
-        row = past + i_b * (SIZE - 1) * D + o_p
-        for s in tl.static_range(SIZE - 1): # from the oldest token on
-            b_s = tl.load(row + s * D, mask=m, other=0.0)
-            b_y += b_s * tl.load(taps + o_p * SIZE + s, mask=m, other=0.0)
-            if s > 0:
-                tl.store(row + (s - 1) * D, b_s, mask=m)
-        if SIZE > 1:
-            tl.store(row + (SIZE - 2) * D, b, mask=m)
-        b = b_y
-    if SIZE > 0 or UNIT: # Gated DeltaNet has the convolution's SiLU without it too
-        b *= tl.sigmoid(b)
-    i = i_b * H + i_h
-    if which == 2:
-        tl.store(v + i * V + o, b.to(v.dtype.element_ty), mask=m)
+    i, o = i_b * H + i_h, tl.arange(0, BD)
+    p += i_b * P
+    if which == 3:
+        if RANK > 0: # GLA: log sigmoid(z) / 16 per channel, z = low p_low + bias
+            m, o_r = o < K, tl.arange(0, RANK)[None, :]
+            b_low = tl.load(p + H * (K + K + V) + o_r).to(tl.float32)
+            b_w = tl.load(low + (i_h * K + o[:, None]) * RANK + o_r, mask=m[:, None], other=0.0).to(tl.float32)
+            b_z = tl.load(bias + i_h * K + o, mask=m, other=0.0).to(tl.float32) + tl.sum(b_w * b_low, 1)
+            b_g = (tl.minimum(b_z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(b_z)))) / GATE_NORMALIZER
+            tl.store(g + i * K + o, b_g, mask=m)
+        else: # GDN: -e^{A_log} softplus(a + dt_bias) and sigmoid(b) per head; a, b = W_ab n(x) by (2)
+            o_c, o_t = tl.arange(0, BC), tl.arange(0, BT)
+            b_x = tl.load(x + i_b * C + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+            b_wa = tl.load(ab + i_h * C + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+            b_wb = tl.load(ab + (H + i_h) * C + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+            b_sq = tl.load(squares + i_b * TILES + o_t, mask=o_t < TILES, other=0.0)
+            b_A, b_dt = tl.load(A_log + i_h), tl.load(dt_bias + i_h)
+            b_r = tl.rsqrt(tl.sum(b_sq, 0) / C + eps)
+            b_a, b_b = tl.sum(b_wa * b_x, 0) * b_r + b_dt, tl.sum(b_wb * b_x, 0) * b_r
+            softplus = tl.maximum(b_a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_a)))
+            tl.store(g + i, -tl.exp(b_A) * softplus)
+            tl.store(beta + i, tl.sigmoid(b_b))
     else:
-        if UNIT:
-            b *= tl.rsqrt(tl.sum(b * b, 0) + 1e-6)
-        if which == 0:
-            tl.store(q + i * K + o, b.to(q.dtype.element_ty), mask=m)
+        width = tl.where(which == 2, V, K)
+        o_p, m = which * H * K + i_h * width + o, o < width # q of all heads, then k, then v
+        b = tl.load(p + o_p, mask=m, other=0.0).to(tl.float32)
+        if SIZE > 0:
+            D: tl.constexpr = H * (K + K + V)
+            row, tokens = past + i_b * (SIZE - 1) * D + o_p, ()
+            b_y = b * tl.load(taps + o_p * SIZE + SIZE - 1, mask=m, other=0.0)
+            for s in tl.static_range(SIZE - 1): # from the oldest token on; all are read before one is written
+                tokens = tokens + (tl.load(row + s * D, mask=m, other=0.0),)
+                b_y += tokens[s] * tl.load(taps + o_p * SIZE + s, mask=m, other=0.0)
+            tokens = tokens + (b,)
+            for s in tl.static_range(SIZE - 1):
+                tl.store(row + s * D, tokens[s + 1], mask=m)
+            b = b_y
+        if SIZE > 0 or UNIT: # Gated DeltaNet has the convolution's SiLU without it too
+            b *= tl.sigmoid(b)
+        if which == 2:
+            tl.store(v + i * V + o, b.to(v.dtype.element_ty), mask=m)
         else:
-            tl.store(k + i * K + o, b.to(k.dtype.element_ty), mask=m)
-            if low is not None: # GLA: log sigmoid(z) / 16 per channel, z = low p_low + bias
-                o_r = tl.arange(0, RANK)
-                b_low = tl.load(p + i_b * P + H * (K + K + V) + o_r).to(tl.float32)
-                w = low + (i_h * K + o[:, None]) * RANK + o_r[None, :]
-                b_z = tl.sum(tl.load(w, mask=m[:, None], other=0.0).to(tl.float32) * b_low[None, :], 1)
-                b_z += tl.load(bias + i_h * K + o, mask=m, other=0.0).to(tl.float32)
-                b_g = (tl.minimum(b_z, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(b_z)))) / GATE_NORMALIZER
-                tl.store(g + i * K + o, b_g, mask=m)
-            else: # GDN: -e^{A_log} softplus(a + dt_bias) and sigmoid(b) per head
-                b_a = tl.load(ab + i_b * 2 * H + i_h).to(tl.float32) + tl.load(dt_bias + i_h)
-                b_b = tl.load(ab + i_b * 2 * H + H + i_h).to(tl.float32)
-                softplus = tl.maximum(b_a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(b_a)))
-                tl.store(g + i, -tl.exp(tl.load(A_log + i_h)) * softplus)
-                tl.store(beta + i, tl.sigmoid(b_b))
+            if UNIT:
+                b *= tl.rsqrt(tl.sum(b * b, 0) + 1e-6)
+            tl.store(tl.where(which == 0, q, k) + i * K + o, b.to(q.dtype.element_ty), mask=m)
 
 def rms_norm(x, weight, eps, gate=None):
-    """x / rms(x) * weight, times silu(gate), as model.py's RMSNorm: x, gate (..., D), weight (D,) fp32. No gradient."""
-    x, gate, D = x.contiguous(), None if gate is None else gate.contiguous(), x.shape[-1]
+    """
+    x / rms(x) * weight, times silu(gate), as model.py's RMSNorm: x (..., D), weight (D,) fp32. gate: as x (..., H, D),
+    or columns of a wider product's output. No gradient.
+    """
+    x, D, H, stride = x.contiguous(), x.shape[-1], 1, 0
+    if gate is not None:
+        H, gate = gate.shape[-2], gate.flatten(0, -3)
+        gate = gate if gate.stride()[1:] == (D, 1) else gate.contiguous()
+        stride = gate.stride(0)
     y, N, BD = torch.empty_like(x), x.numel() // D, triton.next_power_of_2(D)
     ROWS = max(1, 1024 // BD)
     with torch.cuda.device_of(x):
-        rms_norm_kernel[(cdiv(N, ROWS),)](x, weight, gate, y, eps, N, D, ROWS=ROWS, BD=BD, num_warps=4)
+        rms_norm_kernel[(cdiv(N, ROWS),)](x, weight, gate, y, eps, N, stride, D, H=H, ROWS=ROWS, BD=BD, num_warps=4)
     return y
 
-def linear_step(x, linear, norm=None, gate=None, pair=None, residual=None):
+def linear_step_tiles(B, N):
     """
-    A product of (1): W n(x) + residual, or silu(W n(x)) (W2 n(x)) where `pair` has W2. x (B, K), bf16 or fp32. linear
-    and pair hold `weight` (N, K) in x's dtype, or `q` (N, K) int8 and `scale` (N,) fp32. norm holds `weight` (D,) fp32,
-    D a divisor of K, and `eps`; None: n(x) = x. gate (B, K): n(x) times silu(gate). residual (B, N). Returns (B, N) in
-    x's dtype. No gradient.
+    BB, BN, bytes of a row of x in a block of columns, and stages. All of a batch up to 64 in one tile reads W once; few
+    rows of W make many programs, as many as an H200 has multiprocessors where N is a model's width, but each reads all
+    of x: the output head takes more.
+    """
+    if B <= 16:
+        return 16, 32 if N >= 8192 else 16, 512, 5
+    return 32 if B <= 32 else 64, 32 if N >= 8192 else 16, 256, 4
+
+def linear_step(x, linear, norm=None, pair=None, beside=None, residual=None):
+    """
+    A product of (1): W n(x) + residual, or silu(W n(x)) (W2 n(x)) where `pair` has W2, or W n(x) and W2 n(x) side by
+    side where `beside` has it. x (B, K), bf16 or fp32. linear, pair and beside hold `weight` (N, K) in x's dtype, or
+    `q` (N, K) int8 and `scale` (N,) fp32. norm: x's sums of squares (B, any number), fp32, and eps; None: n(x) = x.
+    residual (B, N). Returns y (B, N) in x's dtype and its sums of squares. No gradient.
     """
     def matrix(m):
         return (m.q, m.scale) if hasattr(m, "q") else (None if m is None else m.weight, None)
-    (B, K), (w, scale) = x.shape, matrix(linear)
-    N, D = len(w), K if norm is None else len(norm.weight)
-    assert w.shape[1] == K and K % D == 0, f"W has {w.shape[1]} columns and x {K}, in groups of {D}"
-    y, (BB, BN, BK) = x.new_empty(B, N), (16, 16, 256) if B <= 16 else (32, 32, 128)
+    other = beside if pair is None else pair
+    (B, K), (w, scale), (w2, scale2), (squares, eps) = x.shape, matrix(linear), matrix(other), norm or (None, 0.0)
+    N, N2, TILES = len(w), 0 if beside is None else len(w2), 1 if norm is None else squares.shape[1]
+    assert w.shape[1] == K and (w2 is None or w2.shape[1] == K), f"W has {w.shape[1]} columns and x {K}"
+    BB, BN, row, stages = linear_step_tiles(B, N + N2)
+    grid = cdiv(N, BN) + cdiv(N2, BN), cdiv(B, BB)
+    y, squares_y = x.new_empty(B, N + N2), x.new_empty(B, grid[0], dtype=torch.float32)
     with torch.cuda.device_of(x):
-        linear_step_kernel[cdiv(N, BN), cdiv(B, BB)](
-            x, w, scale, *matrix(pair), norm and norm.weight, gate, residual, y, norm.eps if norm else 0.0, B, N, K, D,
-            BB=BB, BN=BN, BK=min(BK, max(16, triton.next_power_of_2(D))), num_warps=4, num_stages=4)
-    return y
+        linear_step_kernel[grid](
+            x, w, scale, w2, scale2, squares, residual, y, squares_y, eps, B, N, N2, TILES, K=K, PAIR=pair is not None,
+            BT=triton.next_power_of_2(TILES), BB=BB, BN=BN, BK=row // x.element_size(), num_warps=4, num_stages=stages)
+    return y, squares_y
 
-def step_inputs(p, H, K, V, unit, conv=(None, None), low=(None, None), gates=(None, None, None)):
+def step_inputs(p, H, K, V, unit, conv=(None, None), low=(None, None), gates=(None, (None, 0.0), None, None, None)):
     """
-    A step's arguments, contiguous, from a token's projections p (B, H (K + K + V) + rank): q, k (B, H, K), v (B, H, V)
-    in p's dtype, after the short convolution conv = (past (B, size - 1, H (K + K + V)), taps (H (K + K + V), size)) in
-    fp32, whose past is updated in place; with `unit` q and k of unit length, and SiLU without a convolution too. With
-    them in fp32: g (B, H, K) of GLA by low = (weight (H K, rank), bias (H K,)), or g, beta (B, H) of GDN by gates =
-    (ab (B, 2 H), A_log, dt_bias (H,)). No gradient.
+    A step's arguments, contiguous, from the first H (K + K + V) + rank of a token's projections p (B, P): q, k (B, H,
+    K), v (B, H, V) in p's dtype, after the short convolution conv = (past (B, size - 1, H (K + K + V)), taps (H (K + K
+    + V), size)) in fp32, whose past is updated in place; with `unit` q and k of unit length, and SiLU without a
+    convolution too. With them in fp32: g (B, H, K) of GLA by low = (weight (H K, rank), bias (H K,)), or g, beta (B, H)
+    of GDN by gates = (x (B, C), its norm as in linear_step, weight (2 H, C), A_log, dt_bias (H,)). No gradient.
     """
-    (past, taps), B, rank = conv, len(p), 0 if low[0] is None else low[0].shape[1]
+    (past, taps), (x, (squares, eps), *decay), B = conv, gates, len(p)
+    rank, C, TILES = (low[0].shape[1], 1, 1) if x is None else (0, x.shape[1], squares.shape[1])
     q, k, v = (p.new_empty(B, H, D) for D in (K, K, V))
     g = [p.new_empty(size, dtype=torch.float32) for size in ([(B, H, K)] if rank else [(B, H), (B, H)])]
     with torch.cuda.device_of(p):
-        step_inputs_kernel[(B, 3 * H)](
-            p, past, taps, *low, *gates, q, k, v, g[0], g[-1], p.shape[1], SIZE=0 if taps is None else taps.shape[1],
-            UNIT=unit, H=H, K=K, V=V, RANK=rank, BD=triton.next_power_of_2(max(K, V)), num_warps=4)
+        step_inputs_kernel[(B, 4 * H)](
+            p, past, taps, *low, x, squares, *decay, q, k, v, g[0], g[-1], eps, p.shape[1], C, TILES,
+            SIZE=0 if taps is None else taps.shape[1], UNIT=unit, H=H, K=K, V=V, RANK=rank,
+            BC=triton.next_power_of_2(C), BT=triton.next_power_of_2(TILES), BD=triton.next_power_of_2(max(K, V)),
+            num_warps=4)
     return q, k, v, *g

@@ -289,15 +289,22 @@ class Attention(nn.Module):
         k, v = (torch.zeros(batch, H, room, D, dtype=dtype, device=device) for D in (K, V))
         return {"length": torch.zeros(1, dtype=torch.int64, device=device), "k": k, "v": v}
 
-    def step(self, qkv, state, table):
-        """(B, H V) of one more token's queries, keys and values (B, H (K + K + V)); table: its rotary_table."""
-        (H, K, V), n = self.dims, state["length"]
-        q, k, v = (x.unflatten(-1, (H, -1))[:, :, None] for x in qkv.split([H * K, H * K, H * V], -1)) # (B, H, 1, ·)
-        state["k"].index_copy_(2, n, turn(k, table))
-        state["v"].index_copy_(2, n, v)
-        seen = torch.arange(state["k"].shape[2], device=n.device) <= n
-        o = F.scaled_dot_product_attention(turn(q, table), state["k"], state["v"], attn_mask=seen[None])
-        n += 1
+    def seen(self, state, dtype):
+        """For `step`: the newest token's rotary_table, and what to add to its scores, -inf where no token is yet."""
+        position, room = state["length"], state["k"].shape[2]
+        free = torch.arange(room, device=position.device) > position
+        return rotary_table(position, self.dims[1]), torch.zeros(1, room, dtype=dtype, device=free.device).masked_fill_(
+            free, -math.inf)
+
+    def step(self, qkv, state, seen):
+        """(B, H V) of one more token's queries, keys and values (B, H (K + K + V)); seen: of its position."""
+        (H, K, V), (table, mask) = self.dims, seen
+        qk, v = (x.unflatten(-1, (-1, D))[:, :, None] for x, D in zip(qkv.split([2 * H * K, H * V], -1), (K, V)))
+        q, k = turn(qk, table).split(H, 1) # (B, H, 1, K)
+        state["k"].index_copy_(2, state["length"], k)
+        state["v"].index_copy_(2, state["length"], v)
+        o = F.scaled_dot_product_attention(q, state["k"], state["v"], attn_mask=mask)
+        state["length"] += 1
         return o.flatten(1)
 
 def rotate(x, past):
@@ -413,31 +420,33 @@ class LM(nn.Module):
 
     def step(self, token, state):
         """
-        Logits (B, vocab_size) after one more token (B,) of each sequence, on a GPU and without gradients: forward in
-        seven launches a layer with gla, eight with gdn (kernels.py, "one token through a block"). Attention takes the
-        state of Attention.fixed_state.
+        Logits (B, vocab_size) after one more token (B,) of each sequence, on a GPU, without gradients and of a model by
+        sample.py's for_inference, whose blocks' norms have no gain: forward in seven launches a layer (kernels.py, "one
+        token through a block"). Attention takes the state of Attention.fixed_state.
         """
         from kernels import gated_delta_rule_step, gla_step, linear_step, step_inputs
-        x = self.embed(token) # (B, C)
-        table = rotary_table(state[0]["length"], self.cfg.d_key) if self.cfg.mixer == "attention" else None
+        x, eps = self.embed(token), self.cfg.norm_eps # (B, C)
+        squares = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).square()
+        if self.cfg.mixer == "attention":
+            seen = self.blocks[0].mixer.seen(state[0], x.dtype)
         for block, past in zip(self.blocks, state):
-            mixer, mlp, norm = block.mixer, block.mlp, block.mixer_norm
-            p = linear_step(x, mixer.in_proj, norm)
+            mixer, mlp, norm = block.mixer, block.mlp, (squares, eps)
             conv = (past["conv"], mixer.conv.weight) if "conv" in past else (None, None)
             if self.cfg.mixer == "attention":
-                x = linear_step(mixer.step(p, past, table), mixer.out_proj, residual=x)
-            elif self.cfg.mixer == "gla":
-                low = mixer.decay_proj.weight, mixer.decay_proj.bias
-                o = gla_step(*step_inputs(p, *mixer.dims, False, conv, low=low), past["S"])
+                u = mixer.step(linear_step(x, mixer.in_proj, norm)[0], past, seen)
             else:
-                gates = linear_step(x, mixer.ab_proj, norm), mixer.A_log, mixer.dt_bias
-                o = gated_delta_rule_step(*step_inputs(p, *mixer.dims, True, conv, gates=gates), past["S"])
-            if self.cfg.mixer != "attention":
-                gate = linear_step(x, mixer.gate_proj, norm)
-                x = linear_step(o.flatten(1), mixer.out_proj, mixer.norm, gate, residual=x)
-            h = linear_step(x, mlp.gate_proj, block.mlp_norm, pair=mlp.value_proj)
-            x = linear_step(h, mlp.out_proj, residual=x)
-        return linear_step(x, self.embed, self.norm)
+                p, _ = linear_step(x, mixer.in_proj, norm, beside=mixer.gate_proj)
+                if self.cfg.mixer == "gla":
+                    low = mixer.decay_proj.weight, mixer.decay_proj.bias
+                    o = gla_step(*step_inputs(p, *mixer.dims, False, conv, low=low), past["S"])
+                else:
+                    gates = x, norm, mixer.ab_proj.weight, mixer.A_log, mixer.dt_bias
+                    o = gated_delta_rule_step(*step_inputs(p, *mixer.dims, True, conv, gates=gates), past["S"])
+                u = mixer.norm(o, p[:, -o[0].numel():].view_as(o)).flatten(1)
+            x, squares = linear_step(u, mixer.out_proj, residual=x)
+            h, _ = linear_step(x, mlp.gate_proj, (squares, eps), pair=mlp.value_proj)
+            x, squares = linear_step(h, mlp.out_proj, residual=x)
+        return linear_step(self.norm(x), self.embed)[0] # the head is the embedding too, so its norm keeps its gain
 
     def num_params(self):
         """Embeddings counted once: the output head is tied to them."""

@@ -90,12 +90,26 @@ class FusedRMSNorm(RMSNorm):
         import kernels
         return kernels.rms_norm(x, self.weight, self.eps, gate)
 
+def fold(norm, *readers):
+    """The norm's gain put into the matrices that read it, W (gain x) = (W diag(gain)) x; the norm keeps ones."""
+    for linear in readers:
+        linear.weight.mul_(norm.weight.repeat(linear.in_features // len(norm.weight))) # a head's norm, once a head
+    norm.weight.fill_(1)
+
 def for_inference(model, device, int8=False):
     """
     The model on its device; on a GPU its matrices are bf16. With int8 they are in 8 bits, but for decay_proj and
-    ab_proj, 0.1% of them: errors of the decay compound. A_log, dt_bias, norms and convolutions stay fp32.
+    ab_proj, 0.1% of them: errors of the decay compound. A_log, dt_bias, norms and convolutions stay fp32. The gains of
+    the blocks' norms are in the matrices.
     """
     model.to(device).eval().requires_grad_(False)
+    for block in model.blocks:
+        mixer, mlp = block.mixer, block.mlp
+        readers = [m for name, m in mixer.named_children() if name in ("in_proj", "ab_proj", "gate_proj")]
+        fold(block.mixer_norm, *readers)
+        fold(block.mlp_norm, mlp.gate_proj, mlp.value_proj)
+        if model.cfg.mixer != "attention":
+            fold(mixer.norm, mixer.out_proj)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for name, module in list(model.named_modules()):
         if isinstance(module, RMSNorm) and device == "cuda":
@@ -143,12 +157,17 @@ def choose(logits, temperature, top_k, top_p):
     """
     if temperature < 1e-6: # so cold that only the largest is left
         return logits.argmax(-1, keepdim=True)
-    logits, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1])) # falling
-    p = (logits.float() / temperature).softmax(-1)
-    p = p * (p.cumsum(-1) - p < top_p) # what comes before a token holds less than top_p
-    # argmax p/e with e exponentially distributed draws from p, and needs no word from the host
-    e = torch.empty_like(p).exponential_().clamp_(min=1e-30)
-    return ids.gather(-1, (p / e).argmax(-1, keepdim=True))
+    ids = None
+    if 0 < top_k < logits.shape[-1] or top_p < 1:
+        logits, ids = logits.topk(min(top_k or logits.shape[-1], logits.shape[-1]), sorted=top_p < 1) # falling
+    if top_p < 1:
+        p = (logits.float() / temperature).softmax(-1)
+        logits = logits.masked_fill(p.cumsum(-1) - p >= top_p, -math.inf) # what comes before a token holds top_p
+    # argmax p/e with e exponentially distributed draws from p, and needs no word from the host. The same with its
+    # logarithm times temperature, logits - temperature log e, needs no softmax either
+    e = torch.empty_like(logits, dtype=torch.float32).exponential_().clamp_(min=1e-30)
+    choice = torch.sub(logits, e.log_(), alpha=min(temperature, 1e30)).argmax(-1, keepdim=True) # finite in fp32
+    return choice if ids is None else ids.gather(-1, choice)
 
 class Decoder:
     """

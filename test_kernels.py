@@ -785,36 +785,62 @@ class Holder:
     def __init__(self, **tensors):
         self.__dict__.update(tensors)
 
-# fp32 sums in another order; bf16: y is rounded, as are a product's inputs, which the reference rounds too
-@pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * GPU)
-@pytest.mark.parametrize("int8", [False, True], ids=["wide", "int8"])
-@pytest.mark.parametrize("B, N, K, D", [(1, 20, 300, 300), (40, 33, 288, 144)] + [
-    (1, 1024, 1024, 256), (16, 2064, 1024, 1024), (64, 5120, 1024, 1024), (65, 1024, 1536, 256)] * GPU)
-def test_linear_step(B, N, K, D, int8, dtype, tol):
-    """Every part of a product at once: groups of several blocks, ragged rows, columns and batch."""
-    from kernels import linear_step, rms_norm
+def linear_step_inputs(B, N, K, int8, dtype):
+    """x (B, K), two matrices as linear_step takes them, (N, K) and (N + 7, K), and as fp64, a residual (B, N)."""
     rng = torch.Generator().manual_seed(0)
-    x, gate, residual, W, W2 = (torch.randn(*size, generator=rng).to(DEVICE, dtype)
-                                for size in ((B, K), (B, K), (B, N), (N, K), (N, K)))
-    W, W2 = W / K**0.5, W2 / K**0.5
-    weight, scale = torch.rand(D, generator=rng).to(DEVICE) + 0.5, torch.rand(N, generator=rng).to(DEVICE) / 127
-    norm, linear, pair = Holder(weight=weight, eps=1e-3), Holder(weight=W), Holder(weight=W2)
-    if int8:
-        q, q2 = (127 * W).round().to(torch.int8), (127 * W2).round().to(torch.int8)
-        linear, pair = Holder(q=q, scale=scale), Holder(q=q2, scale=scale)
-        W, W2 = q * scale[:, None], q2 * scale[:, None]
-    X, W, W2, z = (y.double() for y in (x, W, W2, gate))
-    groups = X.unflatten(1, (-1, D))
-    r = torch.rsqrt(groups.square().mean(-1, keepdim=True) + 1e-3)
-    def n(gate, dtype): # the sum of squares is of x, so that what is rounded has no r yet
-        return ((groups * weight.double()).flatten(1) * gate).to(dtype).double().unflatten(1, (-1, D)).mul(r).flatten(1)
-    assert relative(linear_step(x, linear), X @ W.T) <= tol
-    y = linear_step(x, linear, norm, gate, residual=residual)
-    assert relative(y, n(F.silu(z), dtype) @ W.T + residual) <= tol
-    y = linear_step(x, linear, norm, pair=pair)
-    assert relative(y, F.silu(n(1, dtype) @ W.T) * (n(1, dtype) @ W2.T)) <= tol
-    normed = rms_norm(x.unflatten(1, (-1, D)), weight, 1e-3, gate.unflatten(1, (-1, D))).flatten(1)
-    assert relative(normed, n(F.silu(z), torch.float64)) <= tol
+    def rand(*size):
+        return torch.randn(*size, generator=rng).to(DEVICE, dtype)
+    x, residual, matrices = rand(B, K), rand(B, N), []
+    for W in (rand(N, K) / K**0.5, rand(N + 7, K) / K**0.5):
+        if int8:
+            q, scale = (127 * W).round().clamp(-127, 127).to(torch.int8), torch.rand(len(W), generator=rng) / 127
+            scale = scale.to(DEVICE)
+            matrices.append((Holder(q=q, scale=scale), q.double() * scale.double()[:, None]))
+        else:
+            matrices.append((Holder(weight=W), W.double()))
+    return x, residual, matrices
+
+# fp32 sums in another order; bf16: y is rounded
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 4e-3)] * GPU)
+@pytest.mark.parametrize("int8", [False, True], ids=["wide", "int8"])
+@pytest.mark.parametrize("B, N, K", [
+    (1, 20, 300), (3, 33, 1), (16, 40, 17), (17, 33, 288), (64, 48, 513), (65, 7, 96)] + [
+    (1, 1024, 1024), (3, 2064, 1024), (16, 50_304, 1024), (17, 1024, 2432), (64, 50_304, 1024), (65, 1024, 1536)] * GPU)
+def test_linear_step(B, N, K, int8, dtype, tol):
+    """
+    Every kind of product: ragged rows, columns and batch, tiles of each size. The sums of squares are of y as it is
+    returned, and make the norm of the next.
+    """
+    from kernels import linear_step
+    x, residual, ((linear, W), (other, W2)) = linear_step_inputs(B, N, K, int8, dtype)
+    X = x.double()
+    def squares_of(y, squares): # two roundings of the same sum
+        return relative(squares.sum(1), y.double().square().sum(1)) <= 1e-6
+    y, squares = linear_step(x, linear)
+    assert relative(y, X @ W.T) <= tol and squares_of(y, squares)
+    y, squares = linear_step(x, linear, residual=residual)
+    assert relative(y, X @ W.T + residual) <= tol and squares_of(y, squares)
+    norm = torch.rand(B, 5, generator=torch.Generator().manual_seed(1)).to(DEVICE), 1e-3 # not x's: any number of sums
+    n = X * torch.rsqrt(norm[0].double().sum(1, keepdim=True) / K + 1e-3)
+    y, squares = linear_step(x, linear, norm, beside=other)
+    assert relative(y, torch.cat([n @ W.T, n @ W2.T], 1)) <= tol and squares_of(y, squares)
+    short = Holder(**{name: t[:N] for name, t in vars(other).items()})
+    assert relative(linear_step(x, linear, norm, pair=short)[0], F.silu(n @ W.T) * (n @ W2[:N].T)) <= 2 * tol
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * GPU)
+@pytest.mark.parametrize("H, D", [(1, 300), (3, 24)])
+def test_rms_norm(H, D, dtype, tol):
+    """With and without a gate, which may be columns of a wider tensor."""
+    from kernels import rms_norm
+    rng = torch.Generator().manual_seed(0)
+    x, wide = (torch.randn(*size, generator=rng).to(DEVICE, dtype) for size in ((2, 5, H, D), (2, 5, H * D + 16)))
+    weight, gate = torch.rand(D, generator=rng).to(DEVICE) + 0.5, wide[..., 16:].unflatten(-1, (H, D))
+    X, z = x.double(), gate.double()
+    ref = X * torch.rsqrt(X.square().mean(-1, keepdim=True) + 1e-3) * weight.double()
+    assert relative(rms_norm(x, weight, 1e-3), ref) <= tol
+    for gate in (gate, gate.contiguous()):
+        assert relative(rms_norm(x, weight, 1e-3, gate), ref * F.silu(z)) <= tol
+    assert relative(rms_norm(x[:, 0], weight, 1e-3, gate[:, 0]), (ref * F.silu(z))[:, 0]) <= tol
 
 # ----------------------------------------------------------------------------------------------------------------------
 # model.py
@@ -947,18 +973,31 @@ def test_split_sequences_equal_one_pass(name):
                     a, b = (x[:, :, :150], theirs[key][:, :, :150]) if key in "kv" else (x, theirs[key])
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
+@torch.no_grad()
+def uneven_norms(model):
+    """Gains of the norms that are far from 1, each channel's its own."""
+    for norm in model.modules():
+        if isinstance(norm, RMSNorm):
+            norm.weight.copy_(torch.linspace(0.5, 1.5, len(norm.weight)))
+    return model
+
+@pytest.mark.parametrize("name", ["gla", "gdn", "attention"])
+@torch.no_grad()
+def test_for_inference_moves_the_norms_gains_into_matrices(name):
+    from sample import for_inference
+    model, idx = uneven_norms(small_model(name)), torch.randint(64, (2, 70), generator=torch.Generator().manual_seed(0))
+    logits = model(idx)[0]
+    assert relative(for_inference(model, "cpu")(idx)[0], logits) <= 1e-5
+    for norm in model.modules():
+        assert not isinstance(norm, RMSNorm) or (norm is model.norm) == (norm.weight != 1).any()
+
 # what a GPU does for a token (LM.step) against forward, which is what a CPU does
 @pytest.mark.parametrize("name, int8", [*zip(MODELS, [True, False, True, False, True])])
 @torch.no_grad()
 def test_one_token_by_kernels_equals_forward(name, int8):
     from sample import for_inference
-    models = small_model(name), small_model(name).to(DEVICE)
-    for model in models:
-        for norm in model.modules():
-            if isinstance(norm, RMSNorm):
-                norm.weight.copy_(torch.linspace(0.5, 1.5, len(norm.weight)))
-        for_inference(model, "cpu", int8)
-    model, mine = models[0], models[1].to(DEVICE)
+    model, mine = (for_inference(uneven_norms(small_model(name)), "cpu", int8) for _ in range(2))
+    mine = mine.to(DEVICE)
     idx = torch.randint(64, (3, 7), generator=torch.Generator().manual_seed(0))
     a, b = model.init_state(3), mine.init_state(3)
     if name == "attention":

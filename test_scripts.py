@@ -1452,8 +1452,9 @@ def test_sample_int8(memorised, whole, shards):
     checkpoint, path = train.load_checkpoint(str(memorised))
     wide, int8 = (load_model(checkpoint, path, "cpu", on) for on in (False, True))
     assert weight_bytes(int8) < 0.4 * weight_bytes(wide) and f"in {weight_bytes(int8) / 1e6:,.1f} MB" in p.stderr
+    kept = wide.state_dict()
     for name, x in int8.state_dict().items():
-        exact = x.dtype == torch.float32 and name in checkpoint["model"] and torch.equal(x, checkpoint["model"][name])
+        exact = x.dtype == torch.float32 and name in kept and torch.equal(x, kept[name])
         assert exact == name.endswith(("norm.weight", "A_log", "dt_bias", "conv.weight", "ab_proj.weight")), name
     checkpoint, path = train.load_checkpoint(str(whole))
     cfg = train.TrainConfig(**{**checkpoint["config"], "data_dir": shards})
