@@ -114,22 +114,18 @@ def spread(times):
     median, p10, p90 = np.percentile(times, (50, 10, 90)).tolist()
     return {"ms": median, "p10": p10, "p90": p90}
 
-def measure(f, leaves=()):
-    """An operator's time in ms: on a GPU with a cold L2 cache. `leaves` lose their gradients before each call."""
+def measure(f):
+    """An operator's time in ms: on a GPU with a cold L2 cache."""
     first_s = seconds(f)
     if CUDA:
         from triton.testing import do_bench
-        times = do_bench(f, warmup=50, rep=200, grad_to_none=list(leaves), return_mode="all")
+        times = do_bench(f, warmup=50, rep=200, return_mode="all")
     else:
-        def fresh():
-            for x in leaves:
-                x.grad = None
-            f()
-        times = in_a_row(fresh, min(50, max(10, int(1 / seconds(fresh)))))
+        times = in_a_row(f, min(50, max(10, int(1 / seconds(f)))))
     return {**spread(times), "first_s": first_s}
 
 def captured(f):
-    """f as one CUDA graph: a kernel shorter than its launch is timed without it."""
+    """f as one CUDA graph, whose time is the GPU's alone: a training step's host runs ahead, a call in a row may not."""
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         f()
@@ -236,12 +232,13 @@ def import_fla(n):
     return fla
 
 def bench_kernels(report, cfgs, copy, matmul):
-    report.table("kernels", f"""operators, B T H K V, {DTYPE}.
+    report.table("kernels", f"""operators, B T H K V, {DTYPE}; on a GPU as one CUDA graph, eager: called from Python.
 Bytes: every input, output and gradient once a pass, copy: their share of the measured copy speed. FLOPs: of the
 recurrence (attention: causal), backward twice the forward, matmul: share of the measured matrix product. saved:
 allocated after forward less before, output included. ratio: time over that of our operator (SDPA: over gla's at the
 same B and T)""",
-                 "op:<24 shape:<18 pass:<7 ms:>8.3f p10:>8.3f p90:>8.3f first_s:>7.2f gb_s:>6.1f copy:>5.0%"
+                 "op:<24 shape:<18 pass:<7 ms:>8.3f p10:>8.3f p90:>8.3f eager:>8.3f first_s:>7.2f gb_s:>6.1f"
+                 " copy:>5.0%"
                  " tflops:>7.3f matmul:>6.1% saved_gb:>8.4f ratio:>6.2f")
     cfg, ours = next(iter(cfgs.values())), {} # our ms by shape and pass
     for op in SHAPES:
@@ -271,12 +268,14 @@ def operator_rows(op, shape, name, f, x):
         with torch.no_grad():
             f(**x)
     def both():
-        f(**x).backward(do)
+        torch.autograd.grad(f(**x), list(x.values()), do)
     passes = ("fwd", forward, read + o_bytes, 1), ("fwd+bwd", both, 3 * read + 2 * o_bytes, 3)
     for label, run, nbytes, times in passes:
         row = {"pass": label, "bytes": nbytes, "flops": times * flops}
         try:
-            row |= measure(run, x.values())
+            row |= measure(run)
+            if CUDA:
+                row |= {**measure(captured(run)), "eager": row["ms"], "first_s": row["first_s"]}
             if label == "fwd+bwd":
                 row["saved_gb"] = saved_bytes(lambda: f(**x), x.values()) / 1e9
         except Exception as error: # of a peer; ours has no excuse
