@@ -1625,8 +1625,8 @@ def linear_cross_entropy(x, weight, targets):
 # where n(x) = x / rms(x): the norms' gains are in the matrices that follow (sample.py, for_inference). 1 / rms(x) is a
 # number per token, so it is put on the sums, and what makes x leaves its sum of squares over each tile of rows, too:
 #   W n(x) = (W x) / rms(x),   rms(x)^2 = sum_tiles squares / C + eps.                                               (2)
-# That leaves the loop over K nothing but copies and products. Each warp sums a quarter of a block's columns, as a batch
-# of its own, (4, BN, BK/4) by (4, BK/4, BB): no two do the same work, and the chain of dependent products is a quarter
+# That leaves the loop over K nothing but copies and products. Each of G warps sums its share of a block's columns, as a
+# batch of its own, (G, BN, BK/G) by (G, BK/G, BB): no two do the same work, and the chain of dependent products is 1/G
 # as long. W is in x's dtype, or int8 with a scale per row: int8 is exact in bf16, so that scale is put on the sums too.
 
 @triton.jit
@@ -1645,7 +1645,8 @@ def rms_norm_kernel(x, weight, gate, y, eps, N, stride, D, H: tl.constexpr, ROWS
 
 @triton.jit
 def linear_step_kernel(x, w, scale, w2, scale2, squares, residual, y, squares_y, eps, B, N, N2, TILES, K: tl.constexpr,
-                       PAIR: tl.constexpr, BT: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+                       PAIR: tl.constexpr, BT: tl.constexpr, BB: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                       G: tl.constexpr):
     """A product of (1) by (2), as y^T = W x^T. Grid (tiles of W's rows, and then of W2's but in a PAIR; B / BB)."""
     i_n, o_y, width = tl.program_id(0), 0, N
     if w2 is not None and not PAIR: # y is (W x, W2 x)
@@ -1667,16 +1668,16 @@ def linear_step_kernel(x, w, scale, w2, scale2, squares, residual, y, squares_y,
     if residual is not None:
         b_residual = tl.load(residual + out, mask=mask, other=0.0)
 
-    o_k = tl.arange(0, 4)[:, None] * (BK // 4) + tl.arange(0, BK // 4)[None, :] # (4, BK/4)
+    o_k = tl.arange(0, G)[:, None] * (BK // G) + tl.arange(0, BK // G)[None, :] # (G, BK/G), a row for each warp
     o_w, o_x = o_n[None, :, None] * K + o_k[:, None, :], o_b[None, None, :] * K + o_k[:, :, None]
-    part, part2 = tl.zeros([4, BN, BB], tl.float32), tl.zeros([4, BN, BB], tl.float32)
+    part, part2 = tl.zeros([G, BN, BB], tl.float32), tl.zeros([G, BN, BB], tl.float32)
     for i_k in range(0, K, BK):
         m_w, m_x = m_n[None, :, None], m_b[None, None, :]
         if K % BK > 0:
             m_w, m_x = m_w & (i_k + o_k < K)[:, None, :], m_x & (i_k + o_k < K)[:, :, None]
         b_x = tl.load(x + o_x + i_k, mask=m_x, other=0.0)
         b_w = tl.load(w + o_w + i_k, mask=m_w, other=0)
-        # W x^T: 4 times (BN, BK/4) x (BK/4, BB)
+        # W x^T: G times (BN, BK/G) x (BK/G, BB)
         part = tl.dot(b_w.to(b_x.dtype), b_x, part, input_precision="ieee")
         if PAIR:
             b_w2 = tl.load(w2 + o_w + i_k, mask=m_w, other=0)
@@ -1768,13 +1769,13 @@ def rms_norm(x, weight, eps, gate=None):
 
 def linear_step_tiles(B, N):
     """
-    BB, BN, bytes of a row of x in a block of columns, and stages. All of a batch up to 64 in one tile reads W once; few
+    BB, BN, bytes of a row of x in a block of columns, stages and warps. All of a batch up to 64 in one tile reads W once; few
     rows of W make many programs, as many as an H200 has multiprocessors where N is a model's width, but each reads all
     of x: the output head takes more.
     """
     if B <= 16:
-        return 16, 32 if N >= 8192 else 16, 512, 5
-    return 32 if B <= 32 else 64, 32 if N >= 8192 else 16, 256, 4
+        return 16, 32 if N >= 8192 else 16, 512, 5, 4
+    return 32 if B <= 32 else 64, 32 if N >= 8192 else 16, 256, 4, 4
 
 def linear_step(x, linear, norm=None, pair=None, beside=None, residual=None):
     """
@@ -1789,13 +1790,14 @@ def linear_step(x, linear, norm=None, pair=None, beside=None, residual=None):
     (B, K), (w, scale), (w2, scale2), (squares, eps) = x.shape, matrix(linear), matrix(other), norm or (None, 0.0)
     N, N2, TILES = len(w), 0 if beside is None else len(w2), 1 if norm is None else squares.shape[1]
     assert w.shape[1] == K and (w2 is None or w2.shape[1] == K), f"W has {w.shape[1]} columns and x {K}"
-    BB, BN, row, stages = linear_step_tiles(B, N + N2)
+    BB, BN, row, stages, warps = linear_step_tiles(B, N + N2)
     grid = cdiv(N, BN) + cdiv(N2, BN), cdiv(B, BB)
     y, squares_y = x.new_empty(B, N + N2), x.new_empty(B, grid[0], dtype=torch.float32)
     with torch.cuda.device_of(x):
         linear_step_kernel[grid](
             x, w, scale, w2, scale2, squares, residual, y, squares_y, eps, B, N, N2, TILES, K=K, PAIR=pair is not None,
-            BT=triton.next_power_of_2(TILES), BB=BB, BN=BN, BK=row // x.element_size(), num_warps=4, num_stages=stages)
+            BT=triton.next_power_of_2(TILES), BB=BB, BN=BN, BK=row // x.element_size(), G=warps, num_warps=warps,
+            num_stages=stages)
     return y, squares_y
 
 def step_inputs(p, H, K, V, unit, conv=(None, None), low=(None, None), gates=(None, (None, 0.0), None, None, None)):
