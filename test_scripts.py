@@ -432,6 +432,7 @@ def test_prepare_takes_files_only(tmp_path):
 def test_prepare_refuses(tmp_path, flags, words):
     refused(run("prepare.py", f"--out_dir={tmp_path}", "--num_proc=1", *flags, env={"HF_HUB_OFFLINE": "1"}), *words)
 
+@beside
 def test_prepare_without_network_or_package(tmp_path):
     jsonl(tmp_path / "a.jsonl.zst", texts(5))
     offline = {"HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
@@ -445,6 +446,7 @@ def test_prepare_without_network_or_package(tmp_path):
             "{'<|endoftext|>': 65536}); tiktoken.get_encoding = lambda name: e; import prepare; prepare.main()")
     refused(run("-c", wide, "--tokenizer=gpt2", f"--out_dir={tmp_path / 'out'}"), "65536", "uint16")
 
+@beside
 def test_prepare_shards_and_merge(tmp_path):
     documents, source, out = texts(1000), tmp_path / "corpus", tmp_path / "data"
     for i in range(5):
@@ -1004,6 +1006,7 @@ def test_out_of_memory_says_what_to_lower(shards, faulty, tmp_path):
     for p, word in zip(runs, cases.values()):
         refused(p, "out of memory", word)
 
+@beside
 def test_ctrl_c_while_it_compiles(shards, faulty, tmp_path):
     p = trained(shards, tmp_path / "out", prefix=(faulty, "compiler", 0, 2))
     refused(p, "asked to stop", "RuntimeError", "resume")
@@ -1068,20 +1071,19 @@ def altered(shards, folder, change):
     change(folder / "train_00001.bin")
     return folder
 
-@pytest.mark.parametrize("change, word", [
-    (os.remove, "cannot be read"),
-    (lambda path: os.truncate(path, 3998), "3998 bytes long, not 4000"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"), "altered"),
-])
-def test_damaged_shard_is_named(shards, tmp_path, change, word):
+@beside
+def test_damaged_shard_is_named(shards, tmp_path):
     """On whichever rank it is hashed; only rank 0 speaks."""
-    data = altered(shards, tmp_path / "data", change)
-    if change is os.remove:
-        p = trained(data, tmp_path / "out", "--batch_size=4", prefix=ranks(2))
-        assert p.returncode == 1 and p.stderr.count("train_00001.bin cannot be read") == 1, p.stderr
-        assert p.stderr.count("Traceback") == 1, p.stderr # torchrun's own
-    else:
+    for name, word, change in (
+        ("shorter", "3998 bytes long, not 4000", lambda path: os.truncate(path, 3998)),
+        ("altered", "altered", lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1")),
+    ):
+        data = altered(shards, tmp_path / name, change)
         refused(trained(data, tmp_path / "out"), "train_00001.bin", word, "prepare.py")
+    data = altered(shards, tmp_path / "removed", os.remove)
+    p = trained(data, tmp_path / "out", "--batch_size=4", prefix=ranks(2))
+    assert p.returncode == 1 and p.stderr.count("train_00001.bin cannot be read") == 1, p.stderr
+    assert p.stderr.count("Traceback") == 1, p.stderr # torchrun's own
     assert not (tmp_path / "out").exists()
 
 @beside
@@ -1613,6 +1615,7 @@ def test_bench_figures_agree(bench_rows):
     assert states["gdn"] == 4 * [4 * (2 * 8 * 8 + 3 * 48) / 1e6] # and convolutions
     assert states["attention"] == [4 * 2 * 2 * 8 * T / 1e6 for T in (128, 256, 512, 1024)]
 
+@beside
 def test_bench_of_one_config_and_one_table(tmp_path):
     tiny = os.path.join(ROOT, "config", "tiny.py")
     p = run(os.path.join(ROOT, "bench.py"), tiny, *BENCH_FLAGS, "--what=memory", cwd=tmp_path)
@@ -1664,6 +1667,7 @@ def test_bench_draws_the_curves_of_runs(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
     refused(run("bench.py", f"--plot={picture}", f"--logs={tmp_path}/out/*"), "out/a: not a log.jsonl")
 
+@beside
 def test_bench_refuses_what_it_cannot_do(tmp_path):
     cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"),
              ("--seq_len=0",): ("--seq_len=0", "at least 1"),
