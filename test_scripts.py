@@ -54,17 +54,22 @@ def refused(p, *words):
 BESIDE = []
 
 def beside(test):
-    """For long tests of one busy process: they run in threads from this file's first test on, beside the others."""
+    """
+    For long tests that compute in processes of their own alone: they run in threads from this file's first test on,
+    beside the others of both files, which change what is global to torch (default dtype, seed, determinism).
+    """
     BESIDE.append(test)
     def wait(running):
         running[test.__name__].result() # raises what the test raised
-    wait.__name__, wait.__doc__ = test.__name__, test.__doc__
+    wait.__name__, wait.__doc__, wait.beside = test.__name__, test.__doc__, True # conftest.py puts it last
     return wait
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def running(request, tmp_path_factory):
     """{name: future} of the tests marked `beside`, of those that this run of pytest has chosen."""
-    chosen, pool = {item.name for item in request.session.items}, ThreadPoolExecutor(2)
+    chosen = {item.name for item in request.session.items if not any(m.args[0] for m in item.iter_markers("skipif"))}
+    # two, so that no core is idle at the end; the main thread's tests, which are as long, go first (Linux: by thread)
+    pool = ThreadPoolExecutor(2, initializer=os.nice, initargs=(5,))
     def fixture(test, name):
         return tmp_path_factory.mktemp(test.__name__) if name == "tmp_path" else request.getfixturevalue(name)
     yield {test.__name__: pool.submit(test, *[fixture(test, name) for name in inspect.signature(test).parameters])
@@ -182,7 +187,7 @@ def documents_of(out, split):
 def files_of(out):
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.iterdir()}
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stdlib_data(tmp_path_factory):
     """data/stdlib-bytes as `python prepare.py` makes it."""
     cwd = tmp_path_factory.mktemp("stdlib")
@@ -427,6 +432,7 @@ def test_prepare_takes_files_only(tmp_path):
 def test_prepare_refuses(tmp_path, flags, words):
     refused(run("prepare.py", f"--out_dir={tmp_path}", "--num_proc=1", *flags, env={"HF_HUB_OFFLINE": "1"}), *words)
 
+@beside
 def test_prepare_without_network_or_package(tmp_path):
     jsonl(tmp_path / "a.jsonl.zst", texts(5))
     offline = {"HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
@@ -440,6 +446,7 @@ def test_prepare_without_network_or_package(tmp_path):
             "{'<|endoftext|>': 65536}); tiktoken.get_encoding = lambda name: e; import prepare; prepare.main()")
     refused(run("-c", wide, "--tokenizer=gpt2", f"--out_dir={tmp_path / 'out'}"), "65536", "uint16")
 
+@beside
 def test_prepare_shards_and_merge(tmp_path):
     documents, source, out = texts(1000), tmp_path / "corpus", tmp_path / "data"
     for i in range(5):
@@ -614,6 +621,7 @@ if __name__ == "__main__":
     prepare.main()
 """
 
+@beside
 def test_prepare_streams_from_the_hub(tmp_path):
     train, val = [texts(60, i, words=4000) for i in range(4)], texts(10, 9) # 1.4 MB a file
     splits = {"train": [str(jsonl(tmp_path / f"{i}.jsonl", documents)) for i, documents in enumerate(train)]}
@@ -648,6 +656,7 @@ def test_prepare_streams_from_the_hub(tmp_path):
 
 @needs_gpt2
 @pytest.mark.skipif(not os.path.isdir(os.path.join(SHARED, "corpus")), reason="no corpus beside the repository")
+@beside
 def test_prepare_whole_corpus(tmp_path):
     peak, output = largest(f"--dataset={SHARED}/corpus", "--tokenizer=gpt2", f"--out_dir={tmp_path}")
     assert peak < 300e6 # a process; two workers and theirs make less than 1.5 GB
@@ -720,19 +729,19 @@ def letters(seed, tokens):
         ids += [256, *(97 + rng.choice([-1, 1], rng.integers(4, 60)).cumsum() % 26)]
     return [int(i) for i in ids[:tokens]]
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def shards(tmp_path_factory):
     """Two training shards of 93 and 62 rows of 32 tokens, a validation shard of 31."""
     return write_shards(tmp_path_factory.mktemp("data") / "letters", [letters(0, 3000), letters(1, 2000)],
                         [letters(2, 1000)])
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def faulty(tmp_path_factory):
     path = tmp_path_factory.mktemp("faulty") / "faulty.py"
     path.write_text(FAULTY)
     return str(path)
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(shards, tmp_path_factory):
     """out_dir of the run that the others are compared with: one rank, never stopped, evaluated every 5 steps."""
     out = tmp_path_factory.mktemp("whole") / "out"
@@ -809,7 +818,6 @@ def loaded(cfg, checkpoint):
     model.load_state_dict(checkpoint["model"], assign=True)
     return model.requires_grad_(False)
 
-@beside
 def test_loss_by_position(shards, whole, tmp_path):
     """eval_only on two ranks against a loop over documents: one ends a row, one began before it, some are too short."""
     text = iter(letters(3, 4000))
@@ -927,13 +935,14 @@ def test_restart_after_a_killed_rank(shards, whole, faulty, tmp_path):
     assert "starting at step 0" in p.stdout and "continuing from" in p.stdout
     same_curve(log_of(tmp_path / "out"), log_of(whole), 1e-3)
 
-@pytest.mark.parametrize("who", ["1", "0,1"])
-def test_sigterm_saves_and_exits_0(shards, faulty, tmp_path, who):
+@beside
+def test_sigterm_saves_and_exits_0(shards, faulty, tmp_path):
     """To one rank or to all; the step in which it comes is finished."""
-    p = trained(shards, tmp_path / "out", "--batch_size=4", prefix=(*ranks(2), faulty, "SIGTERM", who, 7))
-    assert p.returncode == 0, p.stderr
-    assert "asked to stop: saved step" in p.stdout
-    assert list(log_of(tmp_path / "out"))[-1] == train.load_checkpoint(str(tmp_path / "out"))[0]["step"] == 8
+    for who in ("1", "0,1"):
+        p = trained(shards, tmp_path / who, "--batch_size=4", prefix=(*ranks(2), faulty, "SIGTERM", who, 7))
+        assert p.returncode == 0, p.stderr
+        assert "asked to stop: saved step" in p.stdout
+        assert list(log_of(tmp_path / who))[-1] == train.load_checkpoint(str(tmp_path / who))[0]["step"] == 8
 
 @pytest.mark.parametrize("tee", [False, True])
 def test_sigint_from_outside(shards, tmp_path, tee):
@@ -988,6 +997,7 @@ def test_ten_dropped_steps_stop_the_run(shards, faulty, tmp_path):
     refused(p, "10 steps in a row by step 12", "learning_rate")
     assert list(log_of(tmp_path / "out"))[-1] == 11
 
+@beside
 def test_out_of_memory_says_what_to_lower(shards, faulty, tmp_path):
     cases = {(): "lower batch_size", ("--batch_size=1",): "checkpoint_blocks=True",
              ("--batch_size=1", "--checkpoint_blocks=True"): "lower seq_len"}
@@ -996,6 +1006,7 @@ def test_out_of_memory_says_what_to_lower(shards, faulty, tmp_path):
     for p, word in zip(runs, cases.values()):
         refused(p, "out of memory", word)
 
+@beside
 def test_ctrl_c_while_it_compiles(shards, faulty, tmp_path):
     p = trained(shards, tmp_path / "out", prefix=(faulty, "compiler", 0, 2))
     refused(p, "asked to stop", "RuntimeError", "resume")
@@ -1060,22 +1071,22 @@ def altered(shards, folder, change):
     change(folder / "train_00001.bin")
     return folder
 
-@pytest.mark.parametrize("change, word", [
-    (os.remove, "cannot be read"),
-    (lambda path: os.truncate(path, 3998), "3998 bytes long, not 4000"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"), "altered"),
-])
-def test_damaged_shard_is_named(shards, tmp_path, change, word):
+@beside
+def test_damaged_shard_is_named(shards, tmp_path):
     """On whichever rank it is hashed; only rank 0 speaks."""
-    data = altered(shards, tmp_path / "data", change)
-    if change is os.remove:
-        p = trained(data, tmp_path / "out", "--batch_size=4", prefix=ranks(2))
-        assert p.returncode == 1 and p.stderr.count("train_00001.bin cannot be read") == 1, p.stderr
-        assert p.stderr.count("Traceback") == 1, p.stderr # torchrun's own
-    else:
+    for name, word, change in (
+        ("shorter", "3998 bytes long, not 4000", lambda path: os.truncate(path, 3998)),
+        ("altered", "altered", lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1")),
+    ):
+        data = altered(shards, tmp_path / name, change)
         refused(trained(data, tmp_path / "out"), "train_00001.bin", word, "prepare.py")
+    data = altered(shards, tmp_path / "removed", os.remove)
+    p = trained(data, tmp_path / "out", "--batch_size=4", prefix=ranks(2))
+    assert p.returncode == 1 and p.stderr.count("train_00001.bin cannot be read") == 1, p.stderr
+    assert p.stderr.count("Traceback") == 1, p.stderr # torchrun's own
     assert not (tmp_path / "out").exists()
 
+@beside
 def test_train_refuses(shards, tmp_path):
     cases = {
         ("--data_dir=none",): ["none/meta.json is missing", "prepare.py"],
@@ -1260,7 +1271,7 @@ def save_checkpoint(folder, model, step=1, tokenizer="bytes"):
                 "vocab_size": 257 if tokenizer == "bytes" else 50_257}, path)
     return path
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def outs(tmp_path_factory):
     """Folders that each hold a small model's checkpoint, by mixer."""
     root = tmp_path_factory.mktemp("out")
@@ -1384,7 +1395,6 @@ def test_sample_empty_prompt_and_top_k_beyond_the_vocabulary(outs):
     p = sample(outs / "gla", "--max_new_tokens=20", "--top_k=1000000", "--top_p=0.9")
     assert p.returncode == 0 and "prompt: 1 tokens" in p.stderr and p.stdout.strip(), p.stderr
 
-@beside
 def test_sample_reads_long_prompts_from_a_file(outs, tmp_path):
     rng = random.Random(0)
     text = "".join(rng.choice("abcdefgh \r\n") for _ in range(20_000 - 1))
@@ -1417,7 +1427,7 @@ def test_sample_ends_at_eot(tmp_path):
 
 TEXT = "naïve Ω — 日本語 🙂🙃 "
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def memorised(tmp_path_factory):
     """A model that has learnt TEXT by heart."""
     folder = tmp_path_factory.mktemp("memorised")
@@ -1547,7 +1557,7 @@ def test_sample_refuses_values_out_of_range(flag):
 BENCH_FLAGS = ["--n_layer=1", "--n_embd=32", "--n_head=2", "--d_key=8", "--d_value=8", "--d_mlp=48", "--seq_len=64",
                "--batch_size=2"]
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def bench_rows(tmp_path_factory):
     """stdout of bench.py without --what on small models, and the rows of its JSON by table."""
     path = tmp_path_factory.mktemp("bench") / "rows.jsonl"
@@ -1606,6 +1616,7 @@ def test_bench_figures_agree(bench_rows):
     assert states["gdn"] == 4 * [4 * (2 * 8 * 8 + 3 * 48) / 1e6] # and convolutions
     assert states["attention"] == [4 * 2 * 2 * 8 * T / 1e6 for T in (128, 256, 512, 1024)]
 
+@beside
 def test_bench_of_one_config_and_one_table(tmp_path):
     tiny = os.path.join(ROOT, "config", "tiny.py")
     p = run(os.path.join(ROOT, "bench.py"), tiny, *BENCH_FLAGS, "--what=memory", cwd=tmp_path)
@@ -1657,6 +1668,7 @@ def test_bench_draws_the_curves_of_runs(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 5000
     refused(run("bench.py", f"--plot={picture}", f"--logs={tmp_path}/out/*"), "out/a: not a log.jsonl")
 
+@beside
 def test_bench_refuses_what_it_cannot_do(tmp_path):
     cases = {("--what=speed",): ("speed", "kernels, train, sample, memory"),
              ("--seq_len=0",): ("--seq_len=0", "at least 1"),
