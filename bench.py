@@ -125,7 +125,7 @@ def measure(f):
     return {**spread(times), "first_s": first_s}
 
 def captured(f):
-    """f as one CUDA graph, whose time is the GPU's alone: a training step's host runs ahead, a call in a row may not."""
+    """f as one CUDA graph, whose time is the GPU's alone: in a training step, too, the host runs ahead."""
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         f()

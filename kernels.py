@@ -704,9 +704,9 @@ def gla_step(q, k, v, g, state, scale=None):
 # V256), and half of what a layer keeps. beta is taken as max(beta, 1e-14): the function changes by no more than that, u
 # and dv keep their relative accuracy, and dbeta is right at 0. A has 1 on the diagonal; left of it beta_j, a decay and
 # a product of k_i, k_j and contractions between them, no larger than 1: fp16 holds it to 2^-11. No exponent is positive
-# but that of a beta above 1, so nothing overflows. Documents: G is summed inside a segment; D between segments, e behind
-# a boundary, r before one and d across one are 0. So no bit of one document's inputs reaches another's outputs. d is e
-# of the last row.
+# but that of a beta above 1, so nothing overflows. Documents: G is summed inside a segment; D between segments, e
+# behind a boundary, r before one and d across one are 0. So no bit of one document's inputs reaches another's outputs.
+# d is e of the last row.
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
 #   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units, and the segment
@@ -1002,11 +1002,12 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
         b_e = tl.load(e + o_i)
         b_dh = b_dS.to(b_k.dtype)
         # dv^T = do^T Y + dS'^T X^T: (BV, BT) x (BT, BT), (BV, K) x (K, BT)
-        b_dv = tl.dot((b_dS - b_dh.to(tl.float32)).to(b_k.dtype), b_X, input_precision=PREC) # of dS' what bf16 leaves
-        b_dv = tl.dot(b_dh, b_X, b_dv, input_precision=PREC)
         if OUT:
             dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
-        b_dv = tl.dot(tl.trans(b_do), b_Y, b_dv, input_precision=PREC)
+        b_dv = tl.dot(tl.trans(b_do), b_Y, input_precision=PREC)
+        b_lo = (b_dS - b_dh.to(tl.float32)).to(b_k.dtype) # what dh leaves of dS'
+        b_dv = tl.dot(b_lo, b_X, b_dv, input_precision=PREC)
+        b_dv = tl.dot(b_dh, b_X, b_dv, input_precision=PREC)
         b_Y = gdn_square(Y, i_bh * NT + tl.maximum(i_t - 1, 0), BT)
         # dS^T = d dS'^T + (s e * do)^T q - (e * dv)^T k: (BV, BT) x (BT, K), twice
         b_dS = tl.dot((tl.trans(b_do) * (b_e * scale)[None, :]).to(b_k.dtype), b_q, b_dS * b_d, input_precision=PREC)
@@ -1769,9 +1770,9 @@ def rms_norm(x, weight, eps, gate=None):
 
 def linear_step_tiles(B, N):
     """
-    BB, BN, bytes of a row of x in a block of columns, stages and warps. All of a batch up to 64 in one tile reads W once; few
-    rows of W make many programs, as many as an H200 has multiprocessors where N is a model's width, but each reads all
-    of x: the output head takes more.
+    BB, BN, bytes of a row of x in a block of columns, stages and warps. All of a batch up to 64 in one tile reads W
+    once; few rows of W make many programs, as many as an H200 has multiprocessors where N is a model's width, but each
+    reads all of x: the output head takes more.
     """
     if B <= 16:
         return 16, 32 if N >= 8192 else 16, 512, 5, 4

@@ -373,9 +373,9 @@ GDN_TOL = {
     torch.bfloat16: dict(o=(6e-3, 2e-2), dq=(6e-3, 2e-2), dk=(6e-3, 2e-2), dv=(6e-3, 2e-2),
                          dg=(1e-2, 1e-2), dbeta=(1e-2, 1e-2), S=5e-3, dS0=6e-3),
 }
-# what bf16 states and dv leave of dg and dbeta, one number a token, where its terms cancel or a chunk has few tokens: over
-# a norm that is at least 0.3 of the tensor's mean block norm. Emulated for single tokens, 144 heads: up to 4e-2, 3e-2.
-# Tests that pass by these limits only are reported as expected failures
+# what bf16 states and dv leave of dg and dbeta, one number a token, where its terms cancel or a chunk has few tokens:
+# over a norm of at least 0.3 of the mean block norm. Emulated for single tokens, 144 heads: up to 4e-2 and
+# 3e-2. Tests that pass by these limits only are reported as expected failures
 GDN_LIMIT = dict(dg=5e-2, dbeta=5e-2)
 NAMES = ("q", "k", "v", "g", "beta", "S0")
 gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
