@@ -1664,7 +1664,7 @@ def linear_step_kernel(x, w, scale, w2, scale2, squares, residual, y, squares_y,
         b_sq = tl.load(squares + o_b[:, None] * TILES + o_t, mask=m_b[:, None] & (o_t < TILES), other=0.0)
     if scale is not None:
         b_scale = tl.load(scale + o_n, mask=m_n, other=0.0)
-    if scale2 is not None:
+    if PAIR and scale2 is not None:
         b_scale2 = tl.load(scale2 + o_n, mask=m_n, other=0.0)
     if residual is not None:
         b_residual = tl.load(residual + out, mask=mask, other=0.0)
@@ -1686,7 +1686,7 @@ def linear_step_kernel(x, w, scale, w2, scale2, squares, residual, y, squares_y,
     b_y, b_y2 = tl.sum(part, 0), tl.sum(part2, 0)
     if scale is not None:
         b_y *= b_scale[:, None]
-    if scale2 is not None:
+    if PAIR and scale2 is not None:
         b_y2 *= b_scale2[:, None]
     if squares is not None:
         b_r = tl.rsqrt(tl.sum(b_sq, 1) / K + eps)[None, :]
