@@ -186,6 +186,7 @@ def tiled(x, T, W: tl.constexpr, rows: tl.constexpr, cols: tl.constexpr):
 # Per token and head, forward and backward: 16 K V + BT (16 K + 6 V) FLOPs, 16 K + 9 V + 5 BT + 4 K V / BT values moved.
 
 REACH = tl.constexpr(92.0) # 2^92 is 5e27: times any q or k it fits bf16
+LEAST = tl.constexpr(-104.0) # e^-104 is 0 in fp32
 GATE_NORMALIZER = tl.constexpr(16.0) # of logits x, log decay is logsigmoid(x) / 16: model.py's
 
 @triton.jit
@@ -219,12 +220,16 @@ def gla_rows(x, stride, i_b, i_t, column, T, BT: tl.constexpr, BK: tl.constexpr)
 
 @triton.jit
 def gla_gate(rows, live, LOGITS: tl.constexpr):
-    """g at these pointers, 0 where there is no row; of LOGITS x, g = logsigmoid(x) / 16 in fp32."""
+    """
+    g at these pointers, in fp32 if it is made of LOGITS x, g = logsigmoid(x) / 16; 0 where there is no row. At least
+    LEAST, whose decay is 0 in fp32 already: what is stronger would only cost the sums of g their digits.
+    """
     g = tl.load(rows, mask=live, other=float("inf") if LOGITS else 0.0)
     if LOGITS:
         x = g.to(tl.float32) * LOG2E
         g = (tl.minimum(x, 0.0) - tl.log2(1.0 + tl.exp2(-tl.abs(x)))) * (1 / (GATE_NORMALIZER * LOG2E))
-    return g
+    g_32 = g.to(tl.float32)
+    return tl.where(g_32 < LEAST, LEAST, g_32).to(g.dtype) # NaN stays
 
 @triton.jit
 def gla_matrix(LMR, segment_ids, i_b, i_t, row, n: tl.constexpr, BT: tl.constexpr):
@@ -706,6 +711,7 @@ def gla_step(q, k, v, g, state, scale=None):
 # a product of k_i, k_j and contractions between them, no larger than 1: fp16 holds it to 2^-11. No exponent is positive
 # but that of a beta above 1, so nothing overflows. Documents: G is summed inside a segment; D between segments, e
 # behind a boundary, r before one and d across one are 0. So no bit of one document's inputs reaches another's outputs.
+# A decay below 2^-126 begins a segment, too: gates of any strength, -inf included, cost the sums that follow no digits.
 # d is e of the last row.
 #
 #   symbol   tensor, all contiguous               dtype     made by           kept for backward
@@ -719,6 +725,7 @@ def gla_step(q, k, v, g, state, scale=None):
 # FLOPs per token and head: forward 6 K V + 2 BT V and the solve, backward 16 K V + 6 BT V + 20 BT K + 12 BT^2.
 
 MIN_BETA = tl.constexpr(1e-14)
+NOTHING = tl.constexpr(-126.0) # log2 of fp32's smallest normal number, a decay taken as 0
 # rows of `gates`: G, e, and for what a token writes, nothing where beta is 0, G - log2(beta), e and r; the segment
 GATES, G, E, GW, EW, RW, SEG = map(tl.constexpr, (6, 0, 1, 2, 3, 4, 5))
 
@@ -814,6 +821,7 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
         seg += i_b.to(tl.int64) * T + t + o_i
         m_s = m_t & (t + o_i > 0)
         b_first = (m_s & (tl.load(seg, mask=m_s, other=0) != tl.load(seg - 1, mask=m_s, other=0))).to(tl.int32)
+    b_first = tl.where(b_g < NOTHING, 1, b_first)
     b_beta = tl.load(beta + row + o_i * H, mask=m_t, other=0.0).to(tl.float32)
     b_q, b_k = gdn_rows(q, i_b, i_h, t, T, H, K, BT), gdn_rows(k, i_b, i_h, t, T, H, K, BT)
     m_w = b_beta > 0

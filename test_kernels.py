@@ -5,6 +5,7 @@ kernels.py against a time loop in fp64 and against model.py's chunked forms in f
 """
 import functools
 import importlib
+import math
 import os
 from types import SimpleNamespace
 
@@ -106,6 +107,7 @@ GATES = { # log decay a token; the last of HEADS heads stays typical, so that st
     "one token": lambda B, T, H, K: torch.where(torch.arange(T)[:, None, None] == T // 2, -100.0, typical(B, T, H, K)),
     "alternating": lambda B, T, H, K:
         torch.where(torch.arange(T) % 2 == 0, -100.0, 0.0)[:, None, None].repeat(B, 1, H, K),
+    "resets": lambda B, T, H, K: torch.where(torch.arange(T)[:, None, None] % 7 == 4, -math.inf, typical(B, T, H, K)),
     "random": lambda *shape: -50 * torch.rand(shape),
     "half": lambda *shape: torch.where(torch.rand(shape) < 0.5, -50.0, 0.0),
 }
@@ -395,6 +397,8 @@ def gdn_inputs(B, T, H, K, V, dtype, kind="init", seed=0):
         g = torch.full_like(g, float(kind.split()[1]))
     elif kind == "half the gates -50":
         g = -50 * (rand(B, T, H) < 0.5).float()
+    elif kind == "resets":
+        g = torch.where(rand(B, T, H) < 0.2, -math.inf, g)
     elif kind.startswith("beta"):
         beta, g = torch.full_like(beta, float(kind.split()[1])), g * 0.01 # weak: at 0 the initial state is all there is
     elif kind == "half the betas 0":
@@ -489,7 +493,7 @@ def test_gdn_equals_the_time_loop(shape, dtype):
     gdn_held_to_loop(gdn_inputs(*shape, dtype))
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["like keys", "gate 0", "gate -5", "gate -50", "half the gates -50",
+@pytest.mark.parametrize("kind", ["like keys", "gate 0", "gate -5", "gate -50", "half the gates -50", "resets",
                                   "beta 0", "beta 1e-4", "beta 1", "half the betas 0"])
 def test_gdn_at_the_edges_of_its_inputs(kind, dtype):
     x = gdn_inputs(*((2, 1000, 6, 128, 128) if GPU else (1, 130, 1, 16, 16)), dtype, kind)
