@@ -1779,8 +1779,8 @@ def rms_norm(x, weight, eps, gate=None):
 def linear_step_tiles(B, N):
     """
     BB, BN, bytes of a row of x in a block of columns, stages and warps. All of a batch up to 64 in one tile reads W
-    once; few rows of W make many programs, as many as an H200 has multiprocessors where N is a model's width, but each
-    reads all of x: the output head takes more.
+    once; few rows of W a tile make many programs, 64 of a model's 1,024 for the 132 multiprocessors of an H200, but
+    each reads all of x: the output head takes more.
     """
     if B <= 16:
         return 16, 32 if N >= 8192 else 16, 512, 5, 4
