@@ -238,8 +238,7 @@ recurrence (attention: causal), backward twice the forward, matmul: share of the
 allocated after forward less before, output included. ratio: time over that of our operator (SDPA: over gla's at the
 same B and T)""",
                  "op:<24 shape:<18 pass:<7 ms:>8.3f p10:>8.3f p90:>8.3f eager:>8.3f first_s:>7.2f gb_s:>6.1f"
-                 " copy:>5.0%"
-                 " tflops:>7.3f matmul:>6.1% saved_gb:>8.4f ratio:>6.2f")
+                 " copy:>5.0% tflops:>7.3f matmul:>6.1% saved_gb:>8.4f ratio:>6.2f")
     cfg, ours = next(iter(cfgs.values())), {} # our ms by shape and pass
     for op in SHAPES:
         for shape in SHAPES[op]:

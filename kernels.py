@@ -69,6 +69,10 @@ def evenly(x):
     even = x.stride() == (T * stride, stride, D, 1) and stride >= H * D and stride * x.element_size() % 16 == 0
     return x if even and D in SIZES else widen(x)
 
+def exact_if_narrow(*tensors):
+    """In fp32 where heads are narrower than 32: sums of so few terms would show every rounding to bf16."""
+    return [x.float() for x in tensors] if min(x.shape[-1] for x in tensors) < 32 else tensors
+
 def token_stride(x):
     """From token to token of x (B, T, H, D), evenly apart: the stride of a dimension of size 1 may be any number."""
     B, T, H, D = x.shape
@@ -653,8 +657,7 @@ def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None, logits=Fal
         S0 = widen(widen(initial_state).transpose(-1, -2))
     if segment_ids is not None:
         segment_ids = segment_ids.contiguous()
-    if min(K, V) < 32: # sums of so few terms would show every rounding to bf16
-        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = exact_if_narrow(q, k, v)
     q, k, v, g = *map(evenly, (q, k, v)), widen(g)
     o, SN, *_ = gla_fwd(q, k, v, g, scale, S0, segment_ids, logits)
     if (K, V) != (SN.shape[-1], SN.shape[-2]): # the gradient of a slice is a copy
@@ -992,7 +995,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
 
     k, X = tiled(k, T, H * K, BT, K), tiled(X, K, BT, K, BT)
     do, dv, dh = tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV), tiled(dh, V, K, BV, K)
-    # alike keys or, with K <= BT, any take most of dS' away: a small difference, from operands of two terms
+    # a chunk of as many tokens as K has takes most of dS' away: a small difference, from operands of two terms
     NARROW: tl.constexpr = K <= BT
     LS = tl.cdiv(NT, NS) # chunks a part
     first, last = i_s * LS, tl.minimum(i_s * LS + LS, NT)
@@ -1013,7 +1016,8 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
         if OUT:
             dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
         b_dv = tl.dot(tl.trans(b_do), b_Y, input_precision=PREC)
-        b_lo = (b_dS - b_dh.to(tl.float32)).to(b_k.dtype) # what dh leaves of dS'
+        # alike keys take most of dS' away, too: so what dh leaves of it. By gdn_dot_split 168 B spill, so 72
+        b_lo = (b_dS - b_dh.to(tl.float32)).to(b_k.dtype)
         b_dv = tl.dot(b_lo, b_X, b_dv, input_precision=PREC)
         b_dv = tl.dot(b_dh, b_X, b_dv, input_precision=PREC)
         b_Y = gdn_square(Y, i_bh * NT + tl.maximum(i_t - 1, 0), BT)
@@ -1333,8 +1337,7 @@ def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_i
         S0 = widen(widen(S0).transpose(-1, -2)) # (B, H, V, K), K-contiguous
     if segment_ids is not None:
         segment_ids = segment_ids.contiguous()
-    if min(K, V) < 32: # sums of so few terms would show every rounding to bf16
-        q, k, v = q.float(), k.float(), v.float()
+    q, k, v = exact_if_narrow(q, k, v)
     save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, g, beta, S0))
     o, S1, *_ = gdn_fwd(widen(q), widen(k), widen(v), g.contiguous(), beta.contiguous(), S0, segment_ids,
                         float(K**-0.5 if scale is None else scale), save)

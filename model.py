@@ -292,9 +292,9 @@ class Attention(nn.Module):
     def seen(self, state, dtype):
         """For `step`: the newest token's rotary_table, and what to add to its scores, -inf where no token is yet."""
         position, room = state["length"], state["k"].shape[2]
-        free = torch.arange(room, device=position.device) > position
-        return rotary_table(position, self.dims[1]), torch.zeros(1, room, dtype=dtype, device=free.device).masked_fill_(
-            free, -math.inf)
+        mask = torch.zeros(1, room, dtype=dtype, device=position.device)
+        mask.masked_fill_(torch.arange(room, device=position.device) > position, -math.inf)
+        return rotary_table(position, self.dims[1]), mask
 
     def step(self, qkv, state, seen):
         """(B, H V) of one more token's queries, keys and values (B, H (K + K + V)); seen: of its position."""
