@@ -46,7 +46,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.rendezvous import rendezvous
-from torch.nn.parallel import DistributedDataParallel
 
 import config
 from model import LM, ModelConfig
@@ -254,6 +253,17 @@ def all_or_none():
     for code in everyone(code):
         if code is not None:
             sys.exit(1 if isinstance(code, str) and dist.is_initialized() and dist.get_rank() else code)
+
+def all_reduce_gradients(model):
+    """
+    The sum over the ranks of every gradient, in one piece once a step: 1.4 GB of 340M parameters take a link between
+    GPUs a few ms of a step's 300, which overlap would hide only by cutting the compiled graph.
+    """
+    params = sorted(model.parameters(), key=lambda p: -p.numel()) # odd sizes last: those before lie at 16 bytes
+    flat = torch.cat([p.grad.flatten() for p in params])
+    dist.all_reduce(flat)
+    for p, grad in zip(params, flat.split([p.numel() for p in params])):
+        p.grad = grad.view_as(p)
 
 def step_of(path):
     return int(re.fullmatch(r"ckpt_(\d+)\.pt", os.path.basename(path))[1])
@@ -474,12 +484,12 @@ if __name__ == "__main__":
     with all_or_none():
         torch.manual_seed(cfg.seed)
         try:
-            raw = LM(cfg) # kept unwrapped: its state has plain names
+            model = LM(cfg)
         except AssertionError as error:
             sys.exit(str(error))
-        raw.checkpoint_blocks = cfg.checkpoint_blocks
-        raw.to(device)
-        optimizer = torch.optim.AdamW(raw.optim_groups(cfg.weight_decay), betas=(cfg.beta1, cfg.beta2), fused=True)
+        model.checkpoint_blocks = cfg.checkpoint_blocks
+        model.to(device)
+        optimizer = torch.optim.AdamW(model.optim_groups(cfg.weight_decay), betas=(cfg.beta1, cfg.beta2), fused=True)
         if not (cfg.resume or cfg.eval_only) and checkpoints(cfg.out_dir):
             sys.exit(f"{cfg.out_dir} holds checkpoints: continue them with --resume=True, or set another out_dir")
         checkpoint, path = load_checkpoint(cfg.out_dir, say) if cfg.resume or cfg.eval_only else (None, None)
@@ -491,7 +501,7 @@ if __name__ == "__main__":
                 changed = check_resume(cfg, meta, checkpoint, path)
                 start, seen, run_id = checkpoint["step"], checkpoint["tokens"], checkpoint["run_id"]
                 say(f"continuing from {path}" + (f", changed settings: {changed}" if changed else ""))
-                raw.load_state_dict(checkpoint["model"])
+                model.load_state_dict(checkpoint["model"])
                 moments = checkpoint["optimizer"]["state"]
             except (KeyError, RuntimeError) as error:
                 sys.exit(f"{path} does not fit this train.py and model.py ({str(error).splitlines()[0]}): set another "
@@ -522,11 +532,10 @@ if __name__ == "__main__":
     if cfg.compile:
         # a graph for each length of the curriculum, with and without gradient
         torch._dynamo.config.recompile_limit = 64
-        raw.compile(fullgraph=True, dynamic=False)
-    ddp = raw
-    if world > 1:
-        ddp = DistributedDataParallel(raw, device_ids=[local_rank] if device.type == "cuda" else None,
-                                      gradient_as_bucket_view=True)
+        model.compile(fullgraph=True, dynamic=False)
+    if world > 1: # the ranks' processors may have drawn other first values
+        for p in model.parameters():
+            dist.broadcast(p.data, 0)
 
     n_rows, rows = splits["train"].first[-1], cfg.batch_tokens // cfg.seq_len # of the data, of a step
     accumulation = rows // (cfg.batch_size * world)
@@ -537,8 +546,8 @@ if __name__ == "__main__":
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": str(np.__version__)}
     if importlib.util.find_spec("triton"):
         versions["triton"] = importlib.metadata.version("triton")
-    flops = raw.flops_per_token(cfg.seq_len)
-    say(f"model: {cfg.mixer}, {raw.num_params():,} parameters, {flops / 1e9:.3f} GFLOP a token")
+    flops = model.flops_per_token(cfg.seq_len)
+    say(f"model: {cfg.mixer}, {model.num_params():,} parameters, {flops / 1e9:.3f} GFLOP a token")
     say(f"data: {cfg.data_dir} ({meta['tokenizer']}), {n_rows:,} rows of {cfg.seq_len} tokens; "
         f"{steps * rows / n_rows:.2f} epochs in {steps:,} steps")
     say(f"batch: {cfg.batch_size} rows * {cfg.seq_len} tokens * {world} ranks * {accumulation} micro-steps = "
@@ -549,14 +558,14 @@ if __name__ == "__main__":
 
     def validation():
         """val_loss and val_ppl a token, val_bpb: bits per byte of the validation text, at its mean bytes per token."""
-        loss = evaluate(cfg, raw, splits["val"], rank, world, device)
+        loss = evaluate(cfg, model, splits["val"], rank, world, device)
         bpb = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
         return {"val_loss": loss, "val_ppl": float(np.exp(loss)), "val_bpb": bpb}
 
     if cfg.eval_only:
         record = {"step": start, "tokens": seen, **validation()}
         say(", ".join(f"{k} {v:.4f}" for k, v in record.items() if k.startswith("val_")))
-        record["val_loss_by_position"] = by_position = loss_by_position(cfg, raw, meta, rank, world, device)
+        record["val_loss_by_position"] = by_position = loss_by_position(cfg, model, meta, rank, world, device)
         for first, (end, loss, tokens) in zip([0, *(end for end, *_ in by_position)], by_position):
             say(f"position {first:,} to {end:,} in the {'document' if cfg.reset_at_eot else 'row'}: loss {loss:.4f}, "
                 f"of {tokens:,} tokens")
@@ -614,17 +623,15 @@ if __name__ == "__main__":
         for micro_step in range(accumulation):
             idx, targets, ids = to_device(pending.result(), device)
             pending = pool.submit(load, *divmod(step * accumulation + micro_step + 1, accumulation))
-            final = micro_step == accumulation - 1
-            with contextlib.nullcontext() if final or world == 1 else ddp.no_sync(): # gradients are reduced once a step
-                with autocast(device):
-                    loss = ddp(idx, targets, ids)[1] / accumulation
-                loss.backward()
+            with autocast(device):
+                loss = model(idx, targets, ids)[1] / (accumulation * world) # the step's is the sum, its gradient too
+            loss.backward()
             total[0] += loss.detach()
         total[1] = asked_to_stop
         if world > 1:
             dist.all_reduce(total)
-            total[0] /= world
-        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), cfg.grad_clip or math.inf)
+            all_reduce_gradients(model)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip or math.inf)
         # loss and norm are the same on every rank: where they are not finite all drop the step, moments untouched
         optimizer.found_inf = dropped = (~torch.isfinite(total[0] + norm)).float()
         optimizer.step()
@@ -651,7 +658,7 @@ if __name__ == "__main__":
         seconds = (time.time() - since) / (done - logged) # of a step
         rate = cfg.batch_tokens / seconds
         record = {"step": done, "tokens": done * cfg.batch_tokens, "loss": loss, "lr": lr, "grad_norm": norm,
-                  "ms": 1000 * seconds, "tok_s": rate, "mfu": peak and raw.flops_per_token(T) * rate / (peak * world),
+                  "ms": 1000 * seconds, "tok_s": rate, "mfu": peak and model.flops_per_token(T) * rate / (peak * world),
                   "mem_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
                   "skipped": int(n_skipped), **(validation() if evaluating else {})}
         if done == start + 1:
@@ -668,7 +675,7 @@ if __name__ == "__main__":
                 wandb.log(record)
             if saving:
                 save_checkpoint(cfg.out_dir, cfg.keep, {
-                    "model": raw.state_dict(), "optimizer": optimizer.state_dict(), "step": done,
+                    "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": done,
                     "tokens": done * cfg.batch_tokens, "config": asdict(cfg), "tokenizer": meta["tokenizer"],
                     "vocab_size": meta["vocab_size"], "run_id": run_id, "versions": versions})
         if stop:
