@@ -77,6 +77,7 @@ def state_error(x, ref):
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 DTYPES = [torch.bfloat16, torch.float32] if GPU else [torch.float32] # the interpreter's bf16 dots are wrong
 
 @pytest.fixture(autouse=GPU)
@@ -134,7 +135,8 @@ def gla_grads(f, q, k, v, g, S0, do, dS, segment_ids=None, scale=None):
 def gla_check(inputs, segment_ids=None, typical_gates=True, tag="", scale=None):
     from kernels import gla
     out = gla_grads(gla, *inputs, segment_ids, scale)
-    ref = gla_grads(gla_loop, *(None if t is None else t.double() for t in inputs), segment_ids, scale)
+    reference = gla_loop if inputs[0].shape[1] <= 4096 else gla_chunked
+    ref = gla_grads(reference, *(None if t is None else t.double() for t in inputs), segment_ids, scale)
     tol, tol_dg, tol_strong, tol_state = GLA_TOL[inputs[0].dtype]
     for name, x, y in zip(("o", "dq", "dk", "dv"), (out[0], *out[2:5]), (ref[0], *ref[2:5])):
         head, chunk = errors(x, y)
@@ -266,6 +268,23 @@ def test_launch_finds_the_kernel_of_its_arguments(monkeypatch):
         launch(kernel, (2, 3), dict(num_warps=4), *args[:2], 6, args[3])
     assert len(searches) == len(calls) + 1 and [args[2] for args in runs] == [6] * len(calls)
 
+@gpu
+@pytest.mark.parametrize("T", [43_884, 131_072])
+def test_gla_long(T):
+    """One sequence, in segments side by side; one chunk in the middle is strong."""
+    gla_check(gla_inputs(1, T, 1, *WIDE, "one token", DTYPES[0]), typical_gates=False)
+
+@gpu
+@pytest.mark.parametrize("B, T, H, K, V", [(70_000, 3, 1, 32, 32), (9, 130_000, 8, 32, 256)])
+def test_gla_beyond_the_grid_and_32_bits(B, T, H, K, V):
+    """B * H above 65,535, and tensors above 2**31 elements: the last row against the same row alone."""
+    from kernels import gla
+    row = gla_inputs(1, T, H, K, V, dtype=DTYPES[0])
+    ref = gla_grads(gla, *row)
+    out = gla_grads(gla, *(x.expand(B, *x.shape[1:]) for x in row))
+    for name, x, y in zip(("o", "final state", "dq", "dk", "dv", "dg"), out, ref):
+        assert relative(x[-1:], y) < 1e-2, name
+
 def test_gla_only_the_final_state_feeds_the_loss():
     q, k, v, g, S0, do, dS = gla_inputs(1, 70, HEADS, *WIDE, dtype=DTYPES[0])
     from kernels import gla
@@ -380,7 +399,6 @@ GDN_TOL = {
 # 3e-2. Tests that pass by these limits only are reported as expected failures
 GDN_LIMIT = dict(dg=5e-2, dbeta=5e-2)
 NAMES = ("q", "k", "v", "g", "beta", "S0")
-gpu = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
 def gdn_inputs(B, T, H, K, V, dtype, kind="init", seed=0):
     """Leaves q, k, v, g, beta, initial state; gates and step sizes as at initialisation unless `kind` says so."""
@@ -810,7 +828,8 @@ def linear_step_inputs(B, N, K, int8, dtype):
 @pytest.mark.parametrize("int8", [False, True], ids=["wide", "int8"])
 @pytest.mark.parametrize("B, N, K", [
     (1, 20, 300), (3, 33, 1), (16, 40, 17), (17, 33, 288), (64, 48, 513), (65, 7, 96)] + [
-    (1, 1024, 1024), (3, 2064, 1024), (16, 50_304, 1024), (17, 1024, 2432), (64, 50_304, 1024), (64, 4608, 1024), (65, 1024, 1536)] * GPU)
+    (1, 1024, 1024), (3, 2064, 1024), (16, 50_304, 1024), (17, 1024, 2432), (64, 50_304, 1024), (64, 4608, 1024),
+    (65, 1024, 1536)] * GPU)
 def test_linear_step(B, N, K, int8, dtype, tol):
     """
     Every kind of product: ragged rows, columns and batch, tiles of each size. The sums of squares are of y as it is
