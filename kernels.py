@@ -29,6 +29,7 @@ LOG2E = tl.constexpr(1.4426950408889634) # kernels use exp2 only: log gates are 
 BT = 64 # tokens a chunk
 SIZES = (64, 128, 256) # widths of K and V that the kernels are built for: narrower ones aren't worth settings
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILED_FOR_A_GPU = tl.constexpr(not INTERPRET) # for kernels
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the front door, shared by all four functions
@@ -140,7 +141,7 @@ def after_the_last_kernel():
     From Hopper on the kernels of a step are launched with launch_pdl: one starts while the last one ends, waits here
     for all that was launched before, and lets the next one start. That saves 0.6 us of each in a graph.
     """
-    if tl.target_info.cuda_capability_geq(9, 0):
+    if COMPILED_FOR_A_GPU and tl.target_info.cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -1813,7 +1814,7 @@ def linear_step_tiles(B, N, device):
     the sequences in as many parts as leave one program a multiprocessor.
     """
     if B <= 16:
-        return 16, 32 if N >= 8192 else 16, 512, 5, 4
+        return (16, 32, 512, 3 if small(device) else 5, 4) if N >= 8192 else (16, 16, 512, 5, 4)
     if N >= 8192: # two programs a multiprocessor, one after the other
         return 64, 64, 128, 3 if small(device) else 5, 1
     BB = 64

@@ -5,7 +5,8 @@ the recurrent state, whose size does not depend on how much it has read.
     python sample.py                                                    # the newest checkpoint under out/
     python sample.py --out_dir=out/gla_340m --prompt="The sea" --num_samples=3
     python sample.py --prompt=@story.txt --temperature=0                # the prompt from a file; always the likeliest
-    python sample.py --prompt="The sea" --num_samples=64 --int8=True    # 64 continuations at once, weights in 8 bits
+    python sample.py --prompt="The sea" --num_samples=64                # 64 continuations at once
+    python sample.py --int8=True                                        # weights in half the memory
 
 Samples of one prompt are drawn together, up to 64 at a time: the first is shown as it is drawn, the others when all
 have ended. Several prompts are several runs. The text goes to stdout, speeds to stderr. Ctrl-C ends it.
@@ -44,7 +45,7 @@ class SampleConfig:
     top_k: int = 200 # draw from the k likeliest tokens, 0: from all
     top_p: float = 1.0 # draw from the likeliest tokens that make up this share of the probability
     seed: int = 1337 # the same samples on the same device, if num_samples is the same
-    int8: bool = False # weights in 8 bits: half the memory of bf16, less to read per token
+    int8: bool = False # weights in 8 bits: half the memory of bf16, no faster
 
 # tokens of a prompt read at once, multiples of the chunk of 64: the pieces then give the state of one pass. On a GPU as
 # many as hide the launches: about 1 GB for a 340M model

@@ -827,7 +827,7 @@ def linear_step_inputs(B, N, K, int8, dtype):
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 4e-3)] * GPU)
 @pytest.mark.parametrize("int8", [False, True], ids=["wide", "int8"])
 @pytest.mark.parametrize("B, N, K", [
-    (1, 20, 300), (3, 33, 1), (16, 40, 17), (17, 33, 288), (64, 48, 513), (65, 7, 96)] + [
+    (1, 20, 300), (3, 33, 1), (16, 40, 17), (17, 33, 288), (64, 48, 513), (65, 7, 96), (18, 8192, 20)] + [
     (1, 1024, 1024), (3, 2064, 1024), (16, 50_304, 1024), (17, 1024, 2432), (64, 50_304, 1024), (64, 4608, 1024),
     (65, 1024, 1536)] * GPU)
 def test_linear_step(B, N, K, int8, dtype, tol):
@@ -850,6 +850,15 @@ def test_linear_step(B, N, K, int8, dtype, tol):
     assert relative(y, torch.cat([n @ W.T, n @ W2.T], 1)) <= tol and squares_of(y, squares)
     short = Holder(**{name: t[:N] for name, t in vars(other).items()})
     assert relative(linear_step(x, linear, norm, pair=short)[0], F.silu(n @ W.T) * (n @ W2[:N].T)) <= 2 * tol
+
+@pytest.mark.skipif(GPU, reason="interprets")
+def test_linear_step_is_interpreted_beside_a_gpu(monkeypatch):
+    """Where Triton sees a Hopper GPU, the interpreter still meets no instruction of it."""
+    from types import SimpleNamespace
+    from kernels import linear_step
+    monkeypatch.setattr("triton.language.target_info.current_target", lambda: SimpleNamespace(backend="cuda", arch=90))
+    x, _, ((linear, W), _) = linear_step_inputs(3, 20, 30, False, torch.float32)
+    assert relative(linear_step(x, linear)[0], x.double() @ W.T) <= 2e-6
 
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * GPU)
 @pytest.mark.parametrize("H, D", [(1, 300), (3, 24)])
