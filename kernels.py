@@ -113,7 +113,7 @@ def launch(kernel, grid, options, *args):
 
 @functools.cache
 def has_tma(device):
-    """Whether a GPU copies tiles by itself: from Hopper on."""
+    """Whether a GPU copies tiles by itself, and starts a kernel while the one before ends: from Hopper on."""
     return INTERPRET or torch.cuda.get_device_capability(device) >= (9, 0)
 
 def shared_memory(device):
@@ -681,9 +681,8 @@ def gla_step_op(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale
     B, H, K, V = state.shape
     o, BV = torch.empty_like(v), step_values(B * H * V, q.device)
     with torch.cuda.device_of(q):
-        launch(gla_step_kernel, (B * H, cdiv(V, BV)), dict(num_warps=4, launch_pdl=has_tma(q.device)), q, k, v,
-               g, state, o, scale, K, V,
-               *state.stride(), H, 1 << (K - 1).bit_length(), BV)
+        launch(gla_step_kernel, (B * H, cdiv(V, BV)), dict(num_warps=4, launch_pdl=has_tma(q.device)), q, k, v, g,
+               state, o, scale, K, V, *state.stride(), H, 1 << (K - 1).bit_length(), BV)
     return o
 
 @gla_step_op.register_fake
