@@ -906,15 +906,12 @@ def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, W, S1, scale, T, NT, NS, H: tl.c
     else:
         b_S = tl.load(S0 + state)
 
-    k, v, o = tiled(k, T, H * K, BT, K), tiled(v, T, H * V, BT, BV), tiled(o, T, H * V, BT, BV)
-    X, Y = tiled(X, K, BT, K, BT), tiled(Y, BT, BT, BT, BT)
+    q, k, X, Y = tiled(q, T, H * K, BT, K), tiled(k, T, H * K, BT, K), tiled(X, K, BT, K, BT), tiled(Y, BT, BT, BT, BT)
+    v, o = tiled(v, T, H * V, BT, BV), tiled(o, T, H * V, BT, BV)
     if SAVE:
         W = tiled(W, T, H * V, BT, BV)
     LS = tl.cdiv(NT, NS) # chunks a part
     first, end = i_s * LS, tl.minimum(i_s * LS + LS, NT)
-    # q is fetched by hand, a chunk ahead: registers and one buffer, where the pipeline would hold three
-    if OUT:
-        b_q = gdn_rows(q, i_b, i_h, first * BT, T, H, K, BT)
     for i_t in tl.range(first, end, num_stages=STAGES):
         n, t = i_bh * NT + i_t, i_t * BT
         e = gates + n.to(tl.int64) * (GATES * BT) + E * BT
@@ -932,8 +929,8 @@ def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, W, S1, scale, T, NT, NS, H: tl.c
             W.store([i_b, t, i_h * V + i_v], tl.trans(b_w).reshape(1, BT, BV))
         if OUT:
             # o^T = s e * (q S)^T + W^T Y^T: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
+            b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
             b_o = tl.dot(b_h, tl.trans(b_q), input_precision=PREC) * (b_e * scale)[None, :]
-            b_q = gdn_rows(q, i_b, i_h, t + BT, T, H, K, BT)
             b_o = tl.dot(b_w, tl.trans(Y.load([n, 0, 0]).reshape(BT, BT)), b_o, input_precision=PREC)
             o.store([i_b, t, i_h * V + i_v], tl.trans(b_o).to(b_k.dtype).reshape(1, BT, BV))
         # S'^T = d S^T + W^T X: (BV, BT) x (BT, K)
@@ -1005,7 +1002,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     else:
         b_dS = tl.load(dS1 + state)
 
-    k, X = tiled(k, T, H * K, BT, K), tiled(X, K, BT, K, BT)
+    k, X, gates = tiled(k, T, H * K, BT, K), tiled(X, K, BT, K, BT), tiled(gates, GATES, BT, 1, BT)
     do, dv, dh = tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV), tiled(dh, V, K, BV, K)
     # a chunk of as many tokens as K has takes most of dS' away: a small difference, from operands of two terms
     NARROW: tl.constexpr = K <= BT
@@ -1017,24 +1014,20 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     for i_r in tl.range(0, last - first, num_stages=STAGES):
         i_t = last - 1 - i_r
         n, t = i_bh * NT + i_t, i_t * BT
-        e = gates + n.to(tl.int64) * (GATES * BT) + E * BT
-        b_d = tl.load(e + BT - 1)
+        b_e = gates.load([n, E, 0]).reshape(BT)
+        b_d = tl.sum(tl.where(o_i == BT - 1, b_e, 0.0), 0)
         b_X = X.load([n, 0, 0]).reshape(K, BT)
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
-        b_e = tl.load(e + o_i)
-        b_dh = b_dS.to(b_k.dtype)
-        # dv^T = do^T Y + dS'^T X^T: (BV, BT) x (BT, BT), (BV, K) x (K, BT)
+        # dv^T = do^T Y + dS'^T X^T: (BV, BT) x (BT, BT), (BV, K) x (K, BT); alike keys take most of dS' away, too
         if OUT:
-            dh.store([n, i_v, 0], b_dh.reshape(1, BV, K))
+            dh.store([n, i_v, 0], b_dS.to(b_k.dtype).reshape(1, BV, K))
         b_dv = tl.dot(tl.trans(b_do), b_Y, input_precision=PREC)
-        # alike keys take most of dS' away, too: so what dh leaves of it. By gdn_dot_split 168 B spill, so 72
-        b_lo = (b_dS - b_dh.to(tl.float32)).to(b_k.dtype)
-        b_dv = tl.dot(b_lo, b_X, b_dv, input_precision=PREC)
-        b_dv = tl.dot(b_dh, b_X, b_dv, input_precision=PREC)
+        b_dv = gdn_dot_split(b_dS, b_X, None, b_dv, PREC)
         b_Y = gdn_square(Y, i_bh * NT + tl.maximum(i_t - 1, 0), BT)
         # dS^T = d dS'^T + (s e * do)^T q - (e * dv)^T k: (BV, BT) x (BT, K), twice
-        b_dS = tl.dot((tl.trans(b_do) * (b_e * scale)[None, :]).to(b_k.dtype), b_q, b_dS * b_d, input_precision=PREC)
+        b_q = (b_q * (b_e * scale)[:, None]).to(b_k.dtype)
+        b_dS = tl.dot(tl.trans(b_do), b_q, b_dS * b_d, input_precision=PREC)
         b_q = gdn_rows(q, i_b, i_h, t - BT, T, H, K, BT)
         if OUT:
             dv.store([i_b, t, i_h * V + i_v], tl.trans(b_dv).to(b_k.dtype).reshape(1, BT, BV))
@@ -1043,15 +1036,15 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
     tl.store(dS0 + state, b_dS)
 
 @triton.jit
-def gdn_transposed(A, n, BT: tl.constexpr, DTYPE: tl.constexpr):
-    """A^T of chunk n as the sum of two of type DTYPE."""
-    hi, lo = gdn_split(gdn_square(A, n, BT).to(tl.float32), DTYPE)
+def gdn_transposed(A, DTYPE: tl.constexpr):
+    """A^T as the sum of two of type DTYPE."""
+    hi, lo = gdn_split(A.to(tl.float32), DTYPE)
     return tl.trans(hi), tl.trans(lo)
 
 @triton.jit(do_not_specialize=["T", "NT"])
-def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT, H: tl.constexpr,
-                        K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
-                        PREC: tl.constexpr):
+def gdn_bwd_grad_kernel(q, k, q_tiles, k_tiles, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT,
+                        H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+                        STAGES: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (6-10) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
     i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
@@ -1061,14 +1054,16 @@ def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     m_t = t + o_i < T
     m_d, m_l = o_i[:, None] == o_i[None, :], o_i[:, None] > o_i[None, :]
     row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
-    q, k = tiled(q, T, H * K, BT, K), tiled(k, T, H * K, BT, K)
+    q_tiles, k_tiles = tiled(q_tiles, T, H * K, BT, K), tiled(k_tiles, T, H * K, BT, K)
     dq, dk = tiled(dq, T, H * K, BT, K), tiled(dk, T, H * K, BT, K)
     W, do, dv = tiled(W, T, H * V, BT, BV), tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV)
     h, dh = tiled(h, V, K, BV, K), tiled(dh, V, K, BV, K)
-    # small loads first, they are on their way while the loop runs; k and A after each loop, which needs their room
+    # A and small loads first, they are on their way while the loop runs; k and q after each loop, which needs their
+    # room: both at once by plain loads, then one by one by TMA, which takes fewer registers
     b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
     b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
 
+    b_A = gdn_square(A, n, BT)
     b_dq = tl.zeros([BT, K], dtype=tl.float32)
     b_dP, b_Z = tl.zeros([BT, BT], dtype=tl.float32), tl.zeros([BT, BT], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
@@ -1081,8 +1076,9 @@ def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
         b_dP = tl.dot(b_do, tl.trans(b_W), b_dP, input_precision=PREC)
         b_Z = tl.dot(b_dv, tl.trans(b_W), b_Z, input_precision=PREC)
 
+    b_q, b_k = gdn_rows(q, i_b, i_h, t, T, H, K, BT), gdn_rows(k, i_b, i_h, t, T, H, K, BT)
     b_s = tl.load(g + SEG * BT + o_i)
-    b_hi, b_lo = gdn_transposed(A, n, BT, q.dtype)
+    b_hi, b_lo = gdn_transposed(b_A, b_k.dtype)
     # do u^T and dv u^T by eq. (7): (BT, BT) x (BT, BT)
     b_dP = gdn_dot_split(b_dP, b_hi, b_lo, None, PREC)
     b_Z = gdn_dot_split(b_Z, b_hi, b_lo, None, PREC)
@@ -1094,7 +1090,6 @@ def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     b_Z = tl.where(m_l, -b_Z * b_D, 0.0) # dkk from here on
     # q k^T, k k^T: (BT, K) x (K, BT). The diagonal of H adds to a row what it takes from the same column: left out, its
     # rounding would swamp dg where the gates are strong
-    b_q, b_k = q.load([i_b, t, i_h * K]).reshape(BT, K), k.load([i_b, t, i_h * K]).reshape(BT, K)
     b_H = tl.where(m_l, b_dP * tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
     b_H += b_Z * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     b_dq *= (b_E * scale)[:, None]
@@ -1104,9 +1099,11 @@ def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     b_dPh, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
     dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
 
+    b_A = gdn_square(A, n, BT)
     b_dk, b_ks = tl.zeros([K, BT], dtype=tl.float32), tl.zeros([K, BT], dtype=tl.float32)
     b_hh = tl.zeros([BV, BV], dtype=tl.float32) # S^T dS': the sum of its diagonal is <S, dS'>
-    for i_v in tl.range(0, V, BV, num_stages=STAGES):
+    for i in tl.range(0, V, BV, num_stages=STAGES): # the last tiles first: they are in the L2 cache still
+        i_v = V - BV - i
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
         b_W = W.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_dh = dh.load([n, i_v, 0]).reshape(BV, K)
@@ -1118,16 +1115,16 @@ def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     o_v = tl.arange(0, BV)
     b_hh = tl.sum(tl.sum(tl.where(o_v[:, None] == o_v[None, :], b_hh, 0.0), 1), 0)
     b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
-    b_hi, b_lo = gdn_transposed(A, n, BT, q.dtype)
+    b_hi, b_lo = gdn_transposed(b_A, b_k.dtype)
     # dS' u^T by eq. (7): (K, BT) x (BT, BT)
     b_ks = gdn_dot_split(b_ks, b_hi, b_lo, None, PREC)
-    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_k = k_tiles.load([i_b, t, i_h * K]).reshape(BT, K)
     b_kT = tl.trans(b_k)
     b_dk *= -b_EW[None, :]
     b_ks *= b_RW[None, :]
     b_a += tl.sum(b_kT * b_dk, 0)
     b_b = tl.sum(b_kT * b_ks, 0)
-    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K) # again: its 16 KB of shared memory were the loop's
+    b_q = q_tiles.load([i_b, t, i_h * K]).reshape(BT, K)
     # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
     b_dk = tl.dot(tl.trans(b_q), b_dPh, b_dk + b_ks, input_precision=PREC)
     b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
@@ -1235,7 +1232,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
         settings = gdn_sweep_settings(q, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
-            q, tiles(k, BT, K), tiles(v, BT, BV), gdn_chunks(X, K, BT), gdn_chunks(Y, BT, BT), gates, S0,
+            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), gdn_chunks(X, K, BT), gdn_chunks(Y, BT, BT), gates, S0,
             tiles(o, BT, BV), tiles(W, BT, BV) if save else None, S1, scale, T, NT, NS,
             H=H, K=K, V=V, BT=BT, OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
@@ -1290,8 +1287,9 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_sweep_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
-            q, tiles(k, BT, K), tiles(do, BT, BV), gdn_chunks(X, K, BT), Y, gates, dS1, tiles(dv, BT, BV),
-            gdn_chunks(dh, BV, K), dS0, scale, T, NT, NS, H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
+            q, tiles(k, BT, K), tiles(do, BT, BV), gdn_chunks(X, K, BT), Y, gdn_chunks(gates, 1, BT), dS1,
+            tiles(dv, BT, BV), gdn_chunks(dh, BV, K), dS0, scale, T, NT, NS,
+            H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
         settings = gdn_states_settings(q, K, V)
@@ -1310,7 +1308,7 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_grad_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(W, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), A,
+            q, k, tiles(q, BT, K), tiles(k, BT, K), tiles(W, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), A,
             gdn_chunks(h, BV, K), gdn_chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta,
             scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
