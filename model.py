@@ -153,6 +153,7 @@ class GLA(nn.Module):
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
         self.split = [H * (K + K + V), GATE_RANK] # rows of in_proj: q, k and v; what the decay is made from
         self.in_proj = nn.Linear(cfg.n_embd, sum(self.split), bias=False)
+        self.in_proj.parts = [H * K, H * K, H * V, GATE_RANK] # rows of the matrices stacked in it, see optim_groups
         self.decay_proj = nn.Linear(GATE_RANK, H * K)
         self.gate_proj = nn.Linear(cfg.n_embd, H * V, bias=False) # the output gate
         self.conv = ShortConv(self.split[0], cfg.conv_size) if cfg.conv_size else None
@@ -185,7 +186,9 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
         self.in_proj = nn.Linear(cfg.n_embd, H * (K + K + V), bias=False) # q, k and v
+        self.in_proj.parts = [H * K, H * K, H * V]
         self.ab_proj = nn.Linear(cfg.n_embd, 2 * H, bias=False) # what the decay and beta are made from
+        self.ab_proj.parts = [H, H]
         self.gate_proj = nn.Linear(cfg.n_embd, H * V, bias=False) # the output gate
         self.conv = ShortConv(H * (K + K + V), cfg.conv_size) if cfg.conv_size else None
         self.A_log = nn.Parameter(torch.empty(H, dtype=torch.float32))
@@ -259,6 +262,7 @@ class Attention(nn.Module):
         super().__init__()
         H, K, V = self.dims = cfg.n_head, cfg.d_key, cfg.d_value
         self.in_proj = nn.Linear(cfg.n_embd, H * (K + K + V), bias=False)
+        self.in_proj.parts = [H * K, H * K, H * V]
         self.out_proj = nn.Linear(H * V, cfg.n_embd, bias=False)
 
     def init_state(self, batch, device):
@@ -463,13 +467,23 @@ class LM(nn.Module):
         mixer = {"gla": 4 * K * V, "gdn": 6 * K * V, "attention": (K + V) * seq_len}[cfg.mixer]
         return 6 * sum(p.numel() for p in self.parameters() if p.ndim == 2) + 3 * cfg.n_layer * H * mixer
 
-    def optim_groups(self, weight_decay):
-        """Matrices decay; norms, biases, decay parameters (A_log, dt_bias) and the few taps of convolutions do not."""
+    def optim_groups(self, weight_decay, muon=0.0):
+        """
+        Matrices decay; norms, biases, decay parameters (A_log, dt_bias) and the few taps of convolutions do not. With
+        muon, their learning rate over the others', the blocks' matrices are a group of their own, with the "parts" of
+        each: the rows of the matrices that are stacked in it.
+        """
+        linear = [m for m in self.blocks.modules() if isinstance(m, nn.Linear)] if muon else []
+        inner, parts = [m.weight for m in linear], [getattr(m, "parts", [m.out_features]) for m in linear]
         decay = {m.weight for m in self.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
         rest = [p for p in self.parameters() if p not in decay]
+        decay -= set(inner)
         decay = [p for p in self.parameters() if p in decay]
-        assert len(decay) + len(rest) == len(list(self.parameters())), "a parameter is in no group or in two"
-        return [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        assert len(inner + decay + rest) == len(list(self.parameters())), "a parameter is in no group or in two"
+        groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        if muon:
+            groups.append({"params": inner, "weight_decay": weight_decay, "muon": muon, "parts": parts})
+        return groups
 
 @torch.no_grad()
 def init_weights(module):

@@ -774,6 +774,13 @@ def same_curve(a, b, tolerance=0.0):
             x, y = a[step][key], b[step][key]
             assert abs(x - y) <= tolerance * abs(y), (step, key, x, y)
 
+def same_checkpoint(a, b):
+    """Weights and moments to the last bit."""
+    assert all(torch.equal(a["model"][name], x) for name, x in b["model"].items())
+    assert len(a["optimizer"]["state"]) == len(b["optimizer"]["state"]) == len(b["model"])
+    for i, state in b["optimizer"]["state"].items():
+        assert all(torch.equal(a["optimizer"]["state"][i][key], x) for key, x in state.items()), i
+
 def test_train_logs_and_checkpoints(whole):
     log, saved = log_of(whole), train.load_checkpoint(str(whole))[0]
     assert list(log) == list(range(1, 21))
@@ -873,11 +880,7 @@ def killed_twice(shards, out, faulty, *flags, prefix=(), **how):
 def test_resume_is_bitwise(shards, whole, faulty, tmp_path):
     killed_twice(shards, tmp_path / "out", faulty, "--eval_interval=5")
     same_curve(log_of(tmp_path / "out"), log_of(whole))
-    a, b = (train.load_checkpoint(str(out))[0] for out in (tmp_path / "out", whole))
-    for name in b["model"]:
-        assert torch.equal(a["model"][name], b["model"][name]), name
-    for i, state in b["optimizer"]["state"].items():
-        assert all(torch.equal(a["optimizer"]["state"][i][key], x) for key, x in state.items()), i
+    same_checkpoint(*(train.load_checkpoint(str(out))[0] for out in (tmp_path / "out", whole)))
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="compiling for a CPU takes a C++ compiler")
 @beside
@@ -986,9 +989,7 @@ def test_nan_on_one_rank_drops_the_step(shards, whole, faulty, tmp_path):
     assert [log[s]["skipped"] for s in (6, 7, 20)] == [0, 1, 1]
     same_curve({s: log[s] for s in range(1, 7)}, {s: log_of(whole)[s] for s in range(1, 7)}, 1e-3)
     before, after, end = (torch.load(tmp_path / "out" / f"ckpt_{s}.pt", weights_only=True) for s in (6, 7, 20))
-    assert all(torch.equal(before["model"][k], after["model"][k]) for k in before["model"])
-    for i, state in before["optimizer"]["state"].items():
-        assert all(torch.equal(x, after["optimizer"]["state"][i][key]) for key, x in state.items()), i
+    same_checkpoint(before, after)
     assert all(state["step"] == 19 for state in end["optimizer"]["state"].values())
 
 @beside
@@ -1109,7 +1110,7 @@ def test_train_refuses(shards, tmp_path):
     ("--seq_len=0", ["seq_len must be above 0"]), ("--learning_rate=-1.0", ["learning_rate"]), ("--seed=-1", ["seed"]),
     ("--learning_rate=nan", ["learning_rate"]), ("--total_tokens=100", ["total_tokens=100"]), ("--keep=-1", ["keep"]),
     ("--warmup_tokens=5120", ["warmup_tokens=5120"]), ("--seq_len_start=24", ["seq_len_start=24"]),
-    ("--seq_len_start=64", ["seq_len_start=64"]), ("--log_interval=0", ["log_interval"]),
+    ("--seq_len_start=64", ["seq_len_start=64"]), ("--log_interval=0", ["log_interval"]), ("--muon_lr=-1", ["muon_lr"]),
     ("--seq_len_start=8 --warmup_tokens=0", ["seq_len_start=8", "warm-up"]),
 ])
 def test_settings_are_checked(flag, words):
@@ -1137,6 +1138,7 @@ def test_log_keeps_records_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize("change, words", [
     ({"d_key": 32}, ["d_key=16", "d_key=32"]), ({"batch_tokens": 512}, ["batch_tokens=256", "512"]),
+    ({"muon_lr": 0.02}, ["muon_lr=0.0", "0.02"]),
     ({"tokenizer": "gpt2"}, ["bytes", "gpt2", "data_dir"])])
 def test_resume_is_refused_where_it_would_be_another_run(change, words):
     cfg, meta = config.load(train.TrainConfig, FLAGS), {"tokenizer": change.pop("tokenizer", "bytes")}
@@ -1164,6 +1166,86 @@ def test_get_lr_at_its_ends():
     for steps in (1, 2): # a run of one step, one that ends at the top of its warm-up
         one = dataclasses.replace(cfg, total_tokens=steps, warmup_tokens=steps - 1)
         assert train.get_lr(one, steps - 1) == 0.3
+
+def matrix(m, n, smallest, seed):
+    """(m, n) fp64, m <= n, with singular values from 1 down to `smallest`; and its polar factor U V^T."""
+    rng = np.random.default_rng(seed)
+    u, v = (np.linalg.qr(rng.standard_normal((k, m)))[0] for k in (m, n))
+    return torch.from_numpy((u * np.geomspace(1, smallest, m)) @ v.T), torch.from_numpy(u @ v.T)
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.2), (torch.float32, 0.14)])
+def test_orthogonalize(dtype, tolerance):
+    """
+    The polar factor, where every s is a thousandth of the norm or more, in the spectral norm: 0.13 is the polynomials';
+    bf16 also rounds what is given, which turns the directions of small s.
+    """
+    for m, n, smallest in ((64, 64, 0.01), (64, 160, 0.01), (16, 512, 0.1), (1, 32, 1.0)):
+        given, polar = zip(*(matrix(m, n, smallest, seed) for seed in range(3)))
+        for scale in (1e-8, 1.0, 1e8):
+            got = train.orthogonalize((scale * torch.stack(given)).to(dtype))
+            assert got.dtype == dtype
+            for x, y in zip(got.double(), polar):
+                assert torch.linalg.matrix_norm(x - y, 2) < tolerance, (m, n, scale)
+    assert not train.orthogonalize(torch.zeros(2, 4, 8, dtype=dtype)).any()
+
+@pytest.mark.parametrize("mixer", ["gla", "gdn", "attention"])
+def test_muon_step(mixer):
+    """Four steps, the third dropped, against Muon written out for one matrix at a time, and AdamW for the others."""
+    cfg = train.ModelConfig(mixer=mixer, n_layer=2, n_head=2, n_embd=32, d_key=8, d_value=24, d_mlp=80, vocab_size=64)
+    model = train.LM(cfg)
+    named = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rows = [2 * 8, 2 * 8, 2 * 24] # of q, k and v
+    parts = {"in_proj": rows + [16] * (mixer == "gla"), "ab_proj": [2, 2]} # the others are one matrix
+    inner = [name for name, p in named.items() if "proj.weight" in name]
+    others = [torch.nn.Parameter(p.clone()) for name, p in named.items() if name not in inner]
+    decayed = [p for p in others if p.ndim == 2]
+    groups = [{"params": decayed}, {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, fused=True)
+    muon = train.Muon(model.optim_groups(0.1, 2.0), lr=0.01, fused=True) # at a learning rate of 0.02
+    momentum = {name: torch.zeros_like(named[name], dtype=torch.float64) for name in inner}
+    for step in range(4):
+        dropped = step == 2
+        rng = torch.Generator().manual_seed(step)
+        for name, p in model.named_parameters():
+            p.grad = torch.randn(p.shape, generator=rng) * (math.nan if dropped else 1)
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        for p, g in zip(others, (g for name, g in grads.items() if name not in inner)):
+            p.grad = g
+        adamw.found_inf = muon.found_inf = torch.tensor(float(dropped))
+        adamw.step()
+        muon.step()
+        for name in inner if not dropped else []:
+            g, m = grads[name].double(), momentum[name]
+            m.mul_(0.95).add_(0.05 * g)
+            u = 0.05 * g + 0.95 * m
+            for p, x in zip(*(y.split(parts.get(name.split(".")[-2], [len(y)])) for y in (named[name], u))):
+                tall = len(x) > x.shape[1]
+                o = train.orthogonalize((x.T if tall else x)[None].float())[0]
+                o = o.T if tall else o
+                p.mul_(1 - 0.02 * 0.1).sub_(0.02 * 0.2 * max(p.shape) ** 0.5 * o)
+    plain = iter(others)
+    for name, p in model.named_parameters():
+        if name in inner:
+            assert (p - named[name]).abs().max() < 1e-5 and muon.state[p]["step"] == 3, name
+            assert torch.allclose(muon.state[p]["momentum"].double(), momentum[name], atol=1e-6), name
+        else:
+            assert torch.equal(p, next(plain)), name
+
+@beside
+def test_muon_on_two_ranks_and_resumed(shards, faulty, tmp_path):
+    """Killed twice: the same bits. Two ranks share the work: the same curve, and a dropped step leaves no trace."""
+    p = trained(shards, tmp_path / "whole", "--muon_lr=0.02")
+    assert p.returncode == 0, p.stderr
+    killed_twice(shards, tmp_path / "out", faulty, "--muon_lr=0.02")
+    log = log_of(tmp_path / "whole")
+    same_curve(log_of(tmp_path / "out"), log)
+    same_checkpoint(*(train.load_checkpoint(str(tmp_path / name))[0] for name in ("out", "whole")))
+    assert log[20]["val_loss"] < log[1]["loss"] - 0.5
+    p = trained(shards, tmp_path / "ranks", "--muon_lr=0.02", "--batch_size=4", "--save_interval=1",
+                prefix=(*ranks(2), faulty, "nan", 1, 7))
+    assert p.returncode == 0 and "1 steps dropped" in p.stdout, p.stderr
+    same_curve({s: log_of(tmp_path / "ranks")[s] for s in range(1, 7)}, {s: log[s] for s in range(1, 7)}, 1e-3)
+    same_checkpoint(*(torch.load(tmp_path / "ranks" / f"ckpt_{s}.pt", weights_only=True) for s in (6, 7)))
 
 def batches(cfg, splits, steps, world=1):
     """The global batches of `steps`, each its row numbers, sorted."""

@@ -33,7 +33,7 @@ import sys
 import time
 import uuid
 import zipfile
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
@@ -65,6 +65,7 @@ class TrainConfig(ModelConfig):
     max_steps: int = 0 # stop here without changing the schedule, 0: at total_tokens
     # optimizer
     learning_rate: float = 1e-3 # after warm-up
+    muon_lr: float = 0.0 # the same of the blocks' matrices, which Muon updates then, 0: all is AdamW's
     min_lr: float = 1e-4 # at the last step
     warmup_tokens: int = 500_000_000
     schedule: str = "cosine" # or "wsd": warm-up, stable, linear decay
@@ -94,8 +95,8 @@ def check(cfg, world):
     """Exits with one sentence where the settings cannot work."""
     positive = ("n_layer n_head n_embd d_key d_value d_mlp vocab_size seq_len batch_size batch_tokens total_tokens "
                 "learning_rate eval_tokens log_interval")
-    natural = ("conv_size norm_eps expect_params seq_len_start seed max_steps min_lr warmup_tokens weight_decay beta1 "
-               "beta2 grad_clip eval_interval save_interval keep")
+    natural = ("conv_size norm_eps expect_params seq_len_start seed max_steps muon_lr min_lr warmup_tokens "
+               "weight_decay beta1 beta2 grad_clip eval_interval save_interval keep")
     for key in (positive + " " + natural).split():
         value = getattr(cfg, key)
         if not (0 <= value < math.inf) or (value == 0 and key in positive.split()):
@@ -141,6 +142,68 @@ def get_seq_len(cfg, step):
     doublings = (cfg.seq_len // cfg.seq_len_start).bit_length() - 1
     warmup = cfg.warmup_tokens // cfg.batch_tokens # steps
     return cfg.seq_len_start << (step * doublings // warmup if step < warmup else doublings)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# the optimizer
+#
+# Muon moves a matrix by its momentum with every singular value set to 1, so that no direction in it learns slower than
+# another, times 0.2 sqrt(larger side): elements of 0.2 in the root mean square, about those of AdamW's step, so that
+# learning rate and weight decay may be the same for both (arXiv:2502.16982).
+
+# s -> a s + b s^3 + c s^5, one after the other, takes 0.001 <= s <= 1 to 0.87 to 1.13 (Polar Express,
+# arXiv:2505.16932, with its margin of 1.01 for the rounding to bf16)
+NEWTON_SCHULZ = ((8.2052, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.525),
+                 (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985))
+
+def orthogonalize(x):
+    """U V^T, nearly, of each matrix U S V^T of x (N, m, n) with m <= n, in x's dtype."""
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    x = (x / (1.02 * norm + 1e-12)).to(x.dtype) # 1.02: s stays below 1 however it rounds
+    for a, b, c in NEWTON_SCHULZ:
+        gram = x @ x.mT # (N, m, m)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+class Muon(torch.optim.AdamW):
+    """AdamW, but Muon for a group with "parts" (LM.optim_groups). Both leave all as it is where found_inf is 1."""
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            if "parts" in group:
+                self.muon_step(group)
+        super().step() # of the parameters that still have a gradient
+
+    def muon_step(self, group, momentum=0.95):
+        params, lr, kept = group["params"], group["lr"] * group["muon"], 1 - self.found_inf
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        dtype = torch.bfloat16 if kept.is_cuda else torch.float32
+        for p in params:
+            if not self.state[p]: # AdamW counts the steps too, and looks for their number when it loads
+                self.state[p] = {"step": p.new_zeros(()), "momentum": torch.zeros_like(p)}
+        steps, momenta = ([self.state[p][key] for p in params] for key in ("step", "momentum"))
+        # in a dropped step the momentum takes the gradient's place: finite, and its mean with itself is itself
+        updates = [torch.where(kept > 0, p.grad, m) for p, m in zip(params, momenta)]
+        torch._foreach_add_(steps, kept)
+        torch._foreach_lerp_(momenta, updates, 1 - momentum)
+        torch._foreach_lerp_(updates, momenta, momentum) # Nesterov's
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"] * kept)
+        shapes = defaultdict(list) # the matrices of a shape and their updates
+        for p, update, rows in zip(params, updates, group["parts"]):
+            p.grad = None
+            for pair in zip(p.split(rows), update.split(rows)):
+                wide = [x if x.shape[0] <= x.shape[1] else x.mT for x in pair]
+                shapes[wide[0].shape].append(wide)
+        for (m, n), pairs in shapes.items():
+            share = math.ceil(len(pairs) / world) # a rank's; all, 7 TFLOP at 340M, are 5% of the step of 1 of 8 GPUs
+            x = torch.zeros(share, m, n, dtype=dtype, device=kept.device)
+            for mine, (_, update) in zip(x, pairs[rank * share:(rank + 1) * share]):
+                mine.copy_(update)
+            x = orthogonalize(x)
+            if world > 1:
+                mine, x = x, x.new_empty(world * share, m, n)
+                dist.all_gather_into_tensor(x, mine)
+            for (p, _), update in zip(pairs, x * kept):
+                p.add_(update, alpha=-lr * 0.2 * n**0.5)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # data
@@ -351,6 +414,9 @@ def check_resume(cfg, meta, checkpoint, path):
     if not cfg.eval_only and "batch_tokens" in changed: # step and data order, and so the schedule, count in them
         sys.exit(f"{path} counts steps of batch_tokens={changed['batch_tokens'][0]}, not {cfg.batch_tokens}: use its "
                  "value or another out_dir")
+    if not cfg.eval_only and (cfg.muon_lr == 0) != (saved.get("muon_lr", 0.0) == 0): # other moments
+        sys.exit(f"{path} has muon_lr={saved.get('muon_lr', 0.0)}, the config {cfg.muon_lr}, and one of them is 0: use "
+                 "its value or another out_dir")
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key != "resume")
 
 def explain(cfg, rank, error):
@@ -489,7 +555,8 @@ if __name__ == "__main__":
             sys.exit(str(error))
         model.checkpoint_blocks = cfg.checkpoint_blocks
         model.to(device)
-        optimizer = torch.optim.AdamW(model.optim_groups(cfg.weight_decay), betas=(cfg.beta1, cfg.beta2), fused=True)
+        groups = model.optim_groups(cfg.weight_decay, cfg.muon_lr / cfg.learning_rate)
+        optimizer = Muon(groups, betas=(cfg.beta1, cfg.beta2), fused=True)
         if not (cfg.resume or cfg.eval_only) and checkpoints(cfg.out_dir):
             sys.exit(f"{cfg.out_dir} holds checkpoints: continue them with --resume=True, or set another out_dir")
         checkpoint, path = load_checkpoint(cfg.out_dir, say) if cfg.resume or cfg.eval_only else (None, None)
