@@ -129,6 +129,7 @@ def test_config_files(name):
             assert abs(train.LM(cfg).num_params() / 340e6 - 1) < 0.01
     if "paper" in name: # what the papers print
         assert (cfg.learning_rate, cfg.min_lr, cfg.weight_decay, cfg.grad_clip) == (3e-4, 3e-5, 0.01, 1.0)
+        assert (cfg.schedule, cfg.muon_lr, cfg.zero_out) == ("cosine", 0, False)
         assert (cfg.total_tokens, cfg.warmup_tokens) == (15_000_000_000, 500_000_000)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1230,6 +1231,17 @@ def test_muon_step(mixer):
             assert torch.allclose(muon.state[p]["momentum"].double(), momentum[name], atol=1e-6), name
         else:
             assert torch.equal(p, next(plain)), name
+
+@beside
+def test_zero_out_starts_blocks_at_nothing(shards, tmp_path):
+    """The first step of AdamW moves a weight by no more than its learning rate."""
+    p = trained(shards, tmp_path / "out", "--zero_out=True", "--max_steps=1", "--learning_rate=1e-4")
+    assert p.returncode == 0, p.stderr
+    saved = train.load_checkpoint(str(tmp_path / "out"))[0]["model"]
+    outs = [x for name, x in saved.items() if name.endswith("out_proj.weight")]
+    others = [x for name, x in saved.items() if name.endswith("in_proj.weight")]
+    assert len(outs) == 2 * len(others) and all(0 < x.abs().max() <= 1.01e-4 for x in outs)
+    assert all(x.std() > 0.01 for x in others)
 
 @beside
 def test_muon_on_two_ranks_and_resumed(shards, faulty, tmp_path):

@@ -58,6 +58,7 @@ class TrainConfig(ModelConfig):
     seq_len_start: int = 0 # rows are cut to this length at first, doubling to seq_len over the warm-up, 0: off
     reset_at_eot: bool = True # documents in one row do not see each other
     seed: int = 1337 # of the first weights and of the data order
+    zero_out: bool = False # the blocks' output projections start at 0: a block adds nothing at first
     # batch; accumulation follows from it: batch_size and the number of GPUs change memory and speed, not the result
     batch_size: int = 32 # rows per GPU per micro-step
     batch_tokens: int = 524_288 # tokens per optimizer step, all GPUs together
@@ -553,6 +554,9 @@ if __name__ == "__main__":
             model = LM(cfg)
         except AssertionError as error:
             sys.exit(str(error))
+        for block in model.blocks if cfg.zero_out else ():
+            torch.nn.init.zeros_(block.mixer.out_proj.weight)
+            torch.nn.init.zeros_(block.mlp.out_proj.weight)
         model.checkpoint_blocks = cfg.checkpoint_blocks
         model.to(device)
         groups = model.optim_groups(cfg.weight_decay, cfg.muon_lr / cfg.learning_rate)

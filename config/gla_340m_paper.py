@@ -4,6 +4,7 @@ from config.gla_340m import * # the same model, data, 0.5M tokens a step, 15B to
 
 out_dir = "out/gla_340m_paper"
 schedule = "cosine"
-learning_rate, min_lr = 3e-4, 3e-5
+learning_rate, muon_lr, min_lr = 3e-4, 0.0, 3e-5 # AdamW alone
+zero_out = False
 weight_decay = 0.01
 grad_clip = 1.0
