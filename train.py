@@ -195,7 +195,7 @@ class Muon(torch.optim.AdamW):
                 wide = [x if x.shape[0] <= x.shape[1] else x.mT for x in pair]
                 shapes[wide[0].shape].append(wide)
         for (m, n), pairs in shapes.items():
-            share = math.ceil(len(pairs) / world) # a rank's; all, 7 TFLOP at 340M, are 5% of the step of 1 of 8 GPUs
+            share = math.ceil(len(pairs) / world) # a rank's: all take an H200 27 ms at 340M, 9% of a step of 8 GPUs
             x = torch.zeros(share, m, n, dtype=dtype, device=kept.device)
             for mine, (_, update) in zip(x, pairs[rank * share:(rank + 1) * share]):
                 mine.copy_(update)
