@@ -31,7 +31,7 @@ import config
 import model as definitions
 from model import LM
 from sample import Decoder, choose, for_inference, prefill, state_bytes, weight_bytes
-from train import PEAK_FLOPS, Muon, TrainConfig, autocast
+from train import PEAK_FLOPS, TrainConfig, autocast
 
 @dataclass(frozen=True)
 class BenchConfig(TrainConfig):
@@ -335,8 +335,8 @@ def training_step(cfg, B, T, compiled, peer=False):
     torch.utils.deterministic.fill_uninitialized_memory = False
     raw = fla_model(cfg) if peer else build(cfg)
     raw.checkpoint_blocks = cfg.checkpoint_blocks
-    groups = raw.parameters() if peer else raw.optim_groups(cfg.weight_decay, cfg.muon_lr / cfg.learning_rate)
-    optimizer = Muon(groups, betas=(cfg.beta1, cfg.beta2), fused=True) # AdamW where muon_lr is 0, and for FLA's model
+    groups = raw.parameters() if peer else raw.optim_groups(cfg.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=(cfg.beta1, cfg.beta2), fused=True)
     if compiled:
         raw.compile(fullgraph=True, dynamic=False)
     idx, targets = torch.randint(cfg.vocab_size, (2, B, T), device=DEVICE)
@@ -376,7 +376,7 @@ def bench_train(report, cfgs, copy, matmul):
     name = torch.cuda.get_device_name() if CUDA else ""
     peak = next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf"\b{gpu}\b", name)), None)
     cfg = next(iter(cfgs.values()))
-    report.table("train", f"""training step: forward, backward, clipping, optimizer on fp32 parameters; random tokens;
+    report.table("train", f"""training step: forward, backward, clipping, fused AdamW alone on fp32 parameters; random tokens;
 products in {DTYPE}. mfu: FLOPs over the data sheet's {(peak or 0) / 1e12:,.0f} TFLOP/s (0: not known), matmul: over
 the measured ceiling; ratio: our tok/s over the row's. FLA's models, where installed, have the same sizes, and
 autotuners that try {cfg.fla_configs} configurations""",

@@ -467,13 +467,13 @@ class LM(nn.Module):
         mixer = {"gla": 4 * K * V, "gdn": 6 * K * V, "attention": (K + V) * seq_len}[cfg.mixer]
         return 6 * sum(p.numel() for p in self.parameters() if p.ndim == 2) + 3 * cfg.n_layer * H * mixer
 
-    def optim_groups(self, weight_decay, muon=0.0):
+    def optim_groups(self, weight_decay, lr_ratio=0.0):
         """
         Matrices decay; norms, biases, decay parameters (A_log, dt_bias) and the few taps of convolutions do not. With
-        muon, their learning rate over the others', the blocks' matrices are a group of their own, with the "parts" of
-        each: the rows of the matrices that are stacked in it.
+        lr_ratio, their learning rate over the others', the blocks' matrices are a group of their own, for Muon, with
+        the "parts" of each: the rows of the matrices that are stacked in it.
         """
-        linear = [m for m in self.blocks.modules() if isinstance(m, nn.Linear)] if muon else []
+        linear = [m for m in self.blocks.modules() if isinstance(m, nn.Linear)] if lr_ratio else []
         inner, parts = [m.weight for m in linear], [getattr(m, "parts", [m.out_features]) for m in linear]
         decay = {m.weight for m in self.modules() if isinstance(m, (nn.Linear, nn.Embedding))}
         rest = [p for p in self.parameters() if p not in decay]
@@ -481,8 +481,8 @@ class LM(nn.Module):
         decay = [p for p in self.parameters() if p in decay]
         assert len(inner + decay + rest) == len(list(self.parameters())), "a parameter is in no group or in two"
         groups = [{"params": decay, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        if muon:
-            groups.append({"params": inner, "weight_decay": weight_decay, "muon": muon, "parts": parts})
+        if lr_ratio:
+            groups.append({"params": inner, "weight_decay": weight_decay, "lr_ratio": lr_ratio, "parts": parts})
         return groups
 
 @torch.no_grad()

@@ -1079,7 +1079,7 @@ def test_every_parameter_gets_a_gradient_and_a_group(name):
         matrix = p.ndim == 2 and "conv" not in key
         assert (id(p) in decayed) == matrix, key
     *groups, inner = model.optim_groups(0.1, 2.0) # the blocks' matrices apart, with the rows that are stacked in them
-    assert (inner["muon"], inner["weight_decay"], [g["weight_decay"] for g in groups]) == (2.0, 0.1, [0.1, 0.0])
+    assert (inner["lr_ratio"], inner["weight_decay"], [g["weight_decay"] for g in groups]) == (2.0, 0.1, [0.1, 0.0])
     assert [p.shape for p in groups[0]["params"]] == [model.embed.weight.shape]
     assert {id(p) for g in (*groups, inner) for p in g["params"]} == {id(p) for p in model.parameters()}
     assert [len(p) for p in inner["params"]] == [sum(parts) for parts in inner["parts"]]

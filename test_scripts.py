@@ -1177,7 +1177,7 @@ def matrix(m, n, smallest, seed):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.2), (torch.float32, 0.14)])
 def test_orthogonalize(dtype, tolerance):
     """
-    The polar factor, where every s is a thousandth of the norm or more, in the spectral norm: 0.13 is the polynomials';
+    The polar factor, where every s is 0.004 of the norm or more, in the spectral norm: 0.13 is the polynomials';
     bf16 also rounds what is given, which turns the directions of small s.
     """
     for m, n, smallest in ((64, 64, 0.01), (64, 160, 0.01), (16, 512, 0.1), (1, 32, 1.0)):
@@ -1256,7 +1256,7 @@ def test_muon_on_two_ranks_and_resumed(shards, faulty, tmp_path):
     p = trained(shards, tmp_path / "ranks", "--muon_lr=0.02", "--batch_size=4", "--save_interval=1",
                 prefix=(*ranks(2), faulty, "nan", 1, 7))
     assert p.returncode == 0 and "1 steps dropped" in p.stdout, p.stderr
-    same_curve({s: log_of(tmp_path / "ranks")[s] for s in range(1, 7)}, {s: log[s] for s in range(1, 7)}, 1e-3)
+    same_curve({s: log_of(tmp_path / "ranks")[s] for s in range(1, 7)}, {s: log[s] for s in range(1, 7)}, 1e-5)
     same_checkpoint(*(torch.load(tmp_path / "ranks" / f"ckpt_{s}.pt", weights_only=True) for s in (6, 7)))
 
 def batches(cfg, splits, steps, world=1):

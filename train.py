@@ -66,13 +66,13 @@ class TrainConfig(ModelConfig):
     max_steps: int = 0 # stop here without changing the schedule, 0: at total_tokens
     # optimizer
     learning_rate: float = 1e-3 # after warm-up
-    muon_lr: float = 0.0 # the same of the blocks' matrices, which Muon updates then, 0: all is AdamW's
+    muon_lr: float = 0.0 # of the blocks' matrices, by Muon, on the same schedule: min_lr scales alike; 0: all by AdamW
     min_lr: float = 1e-4 # at the last step
     warmup_tokens: int = 500_000_000
     schedule: str = "cosine" # or "wsd": warm-up, stable, linear decay
     decay_frac: float = 0.2 # of the steps that decay under wsd
     weight_decay: float = 0.1
-    beta1: float = 0.9
+    beta1: float = 0.9 # of AdamW
     beta2: float = 0.95
     grad_clip: float = 1.0 # of the global norm, 0: off
     # evaluation, logs and checkpoints; intervals in steps, 0: at the end only
@@ -151,8 +151,9 @@ def get_seq_len(cfg, step):
 # another, times 0.2 sqrt(larger side): elements of 0.2 in the root mean square, about those of AdamW's step, so that
 # learning rate and weight decay may be the same for both (arXiv:2502.16982).
 
-# s -> a s + b s^3 + c s^5, one after the other, takes 0.001 <= s <= 1 to 0.87 to 1.13 (Polar Express,
-# arXiv:2505.16932, with its margin of 1.01 for the rounding to bf16)
+MUON_MOMENTUM = 0.95
+# s -> a s + b s^3 + c s^5, one after the other, takes 0.001 <= s <= 1 to 0.84 to 1.13 and any s above 1.01 far away
+# (Polar Express, arXiv:2505.16932, with its margin of 1.01 for the rounding to bf16)
 NEWTON_SCHULZ = ((8.2052, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.525),
                  (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985))
 
@@ -174,8 +175,8 @@ class Muon(torch.optim.AdamW):
                 self.muon_step(group)
         super().step() # of the parameters that still have a gradient
 
-    def muon_step(self, group, momentum=0.95):
-        params, lr, kept = group["params"], group["lr"] * group["muon"], 1 - self.found_inf
+    def muon_step(self, group):
+        params, lr, kept = group["params"], group["lr"] * group["lr_ratio"], 1 - self.found_inf
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         dtype = torch.bfloat16 if kept.is_cuda else torch.float32
         for p in params:
@@ -185,8 +186,8 @@ class Muon(torch.optim.AdamW):
         # in a dropped step the momentum takes the gradient's place: finite, and its mean with itself is itself
         updates = [torch.where(kept > 0, p.grad, m) for p, m in zip(params, momenta)]
         torch._foreach_add_(steps, kept)
-        torch._foreach_lerp_(momenta, updates, 1 - momentum)
-        torch._foreach_lerp_(updates, momenta, momentum) # Nesterov's
+        torch._foreach_lerp_(momenta, updates, 1 - MUON_MOMENTUM)
+        torch._foreach_lerp_(updates, momenta, MUON_MOMENTUM) # Nesterov's
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"] * kept)
         shapes = defaultdict(list) # the matrices of a shape and their updates
         for p, update, rows in zip(params, updates, group["parts"]):
@@ -197,8 +198,8 @@ class Muon(torch.optim.AdamW):
         for (m, n), pairs in shapes.items():
             share = math.ceil(len(pairs) / world) # a rank's: all take an H200 27 ms at 340M, 9% of a step of 8 GPUs
             x = torch.zeros(share, m, n, dtype=dtype, device=kept.device)
-            for mine, (_, update) in zip(x, pairs[rank * share:(rank + 1) * share]):
-                mine.copy_(update)
+            for row, (_, update) in zip(x, pairs[rank * share:(rank + 1) * share]):
+                row.copy_(update)
             x = orthogonalize(x)
             if world > 1:
                 mine, x = x, x.new_empty(world * share, m, n)
