@@ -376,7 +376,7 @@ def bench_train(report, cfgs, copy, matmul):
     name = torch.cuda.get_device_name() if CUDA else ""
     peak = next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf"\b{gpu}\b", name)), None)
     cfg = next(iter(cfgs.values()))
-    report.table("train", f"""training step: forward, backward, clipping, fused AdamW alone on fp32 parameters; random tokens;
+    report.table("train", f"""training step: forward, backward, clipping, fused AdamW on fp32 parameters; random tokens;
 products in {DTYPE}. mfu: FLOPs over the data sheet's {(peak or 0) / 1e12:,.0f} TFLOP/s (0: not known), matmul: over
 the measured ceiling; ratio: our tok/s over the row's. FLA's models, where installed, have the same sizes, and
 autotuners that try {cfg.fla_configs} configurations""",
