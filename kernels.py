@@ -1019,7 +1019,7 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
         b_X = X.load([n, 0, 0]).reshape(K, BT)
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
-        # dv^T = do^T Y + dS'^T X^T: (BV, BT) x (BT, BT), (BV, K) x (K, BT); alike keys take most of dS' away, too
+        # dv^T = do^T Y + dS'^T X^T: (BV, BT) x (BT, BT), (BV, K) x (K, BT). Alike keys, too, take most of dS' away
         if OUT:
             dh.store([n, i_v, 0], b_dS.to(b_k.dtype).reshape(1, BV, K))
         b_dv = tl.dot(tl.trans(b_do), b_Y, input_precision=PREC)
