@@ -327,8 +327,8 @@ def fla_model(cfg):
 
 def training_step(cfg, B, T, compiled, peer=False):
     """
-    train.py's step, by AdamW alone, on B random rows of T tokens, as a function; and its model, or FLA's of the same sizes (`peer`).
-    Documents are about 1,000 tokens; FLA's model gets no boundaries.
+    train.py's step, by AdamW alone, on B random rows of T tokens, as a function; and its model, or FLA's of the same
+    sizes (`peer`). Documents are about 1,000 tokens; FLA's model gets no boundaries.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(not peer, warn_only=True)
