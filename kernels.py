@@ -814,9 +814,13 @@ def gdn_diagonal_inverse(KK, beta, BT: tl.constexpr, DTYPE: tl.constexpr, PREC: 
     return b_n
 
 @triton.jit
-def gdn_sum_of_segment(x, first_x, y, first_y):
-    """Adds up g, for a scan that begins anew where a segment does."""
-    return tl.where(first_y > 0, y, x + y), first_x | first_y
+def gdn_sum_of_segment(x, n_x, y, n_y):
+    """Adds up g, for a scan that begins anew where a segment does, and counts the segments."""
+    return tl.where(n_y > 0, y, x + y), n_x + n_y
+
+@triton.jit
+def gdn_sum_of_pairs(x, s_x, y, s_y):
+    return x + y, s_x + s_y
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
@@ -841,6 +845,20 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     b_q, b_k = gdn_rows(q, i_b, i_h, t, T, H, K, BT), gdn_rows(k, i_b, i_h, t, T, H, K, BT)
     m_w = b_beta > 0
     b_beta = tl.maximum(b_beta, MIN_BETA)
+    b_G2, b_s = tl.associative_scan((tl.where(b_first > 0, 0.0, b_g), b_first), 0, gdn_sum_of_segment)
+    b_e = tl.where(b_s == 0, tl.exp2(b_G2), 0.0)
+    b_GW = b_G2 - tl.log2(b_beta)
+    m_e = o_i == BT - 1
+    b_end, s_end = tl.reduce((tl.where(m_e, b_G2, 0.0), tl.where(m_e, b_s, 0)), 0, gdn_sum_of_pairs)
+    b_r = tl.where(b_s == s_end, tl.exp2(b_end - b_GW), 0.0)
+    gates += n * (GATES * BT) + o_i
+    tl.store(gates, b_G2)
+    tl.store(gates + E * BT, b_e)
+    tl.store(gates + GW * BT, tl.where(m_w, b_GW, float("inf")))
+    tl.store(gates + EW * BT, tl.where(m_w, b_e, 0.0))
+    tl.store(gates + RW * BT, tl.where(m_w, b_r, 0.0))
+    tl.store(gates + SEG * BT, b_s.to(tl.float32))
+
     # k k^T: (BT, K) x (K, BT)
     b_M = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     b_n = gdn_diagonal_inverse(b_M, b_beta, BT, DT, PREC)
@@ -853,20 +871,6 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
         n_hi, n_lo = gdn_split(b_N, DT)
         b_y = gdn_dot_split(b_T, n_hi, n_lo, None, PREC)
         b_N -= tl.where((o_i[:, None] ^ o_i[None, :]) >> p == 1, b_y, 0.0)
-
-    b_G2, _ = tl.associative_scan((tl.where(b_first > 0, 0.0, b_g), b_first), 0, gdn_sum_of_segment)
-    b_s = tl.cumsum(b_first, 0)
-    b_e = tl.where(b_s == 0, tl.exp2(b_G2), 0.0)
-    b_GW = b_G2 - tl.log2(b_beta)
-    b_r = tl.exp2(tl.sum(tl.where(o_i == BT - 1, b_G2, 0.0), 0) - b_GW)
-    b_r = tl.where(b_s == tl.max(b_s, 0), b_r, 0.0)
-    gates += n * (GATES * BT) + o_i
-    tl.store(gates, b_G2)
-    tl.store(gates + E * BT, b_e)
-    tl.store(gates + GW * BT, tl.where(m_w, b_GW, float("inf")))
-    tl.store(gates + EW * BT, tl.where(m_w, b_e, 0.0))
-    tl.store(gates + RW * BT, tl.where(m_w, b_r, 0.0))
-    tl.store(gates + SEG * BT, b_s.to(tl.float32))
 
     m_l = (o_i[:, None] >= o_i[None, :]) & (b_s[:, None] == b_s[None, :])
     b_D = tl.exp2(tl.where(m_l, b_G2[:, None] - b_GW[None, :], float("-inf")))

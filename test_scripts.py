@@ -1245,7 +1245,7 @@ def test_zero_out_starts_blocks_at_nothing(shards, tmp_path):
 
 @beside
 def test_muon_on_two_ranks_and_resumed(shards, faulty, tmp_path):
-    """Killed twice: the same bits. Two ranks share the work: the same curve, and a dropped step leaves no trace."""
+    """Killed twice: the same bits. Two ranks: those of one with two micro-steps, and a dropped step leaves no trace."""
     p = trained(shards, tmp_path / "whole", "--muon_lr=0.02")
     assert p.returncode == 0, p.stderr
     killed_twice(shards, tmp_path / "out", faulty, "--muon_lr=0.02")
@@ -1253,10 +1253,14 @@ def test_muon_on_two_ranks_and_resumed(shards, faulty, tmp_path):
     same_curve(log_of(tmp_path / "out"), log)
     same_checkpoint(*(train.load_checkpoint(str(tmp_path / name))[0] for name in ("out", "whole")))
     assert log[20]["val_loss"] < log[1]["loss"] - 0.5
+    p = trained(shards, tmp_path / "halves", "--muon_lr=0.02", "--batch_size=4", "--max_steps=6")
+    assert p.returncode == 0, p.stderr
     p = trained(shards, tmp_path / "ranks", "--muon_lr=0.02", "--batch_size=4", "--save_interval=1",
                 prefix=(*ranks(2), faulty, "nan", 1, 7))
     assert p.returncode == 0 and "1 steps dropped" in p.stdout, p.stderr
-    same_curve({s: log_of(tmp_path / "ranks")[s] for s in range(1, 7)}, {s: log[s] for s in range(1, 7)}, 1e-5)
+    halves, six = log_of(tmp_path / "halves"), {s: log_of(tmp_path / "ranks")[s] for s in range(1, 7)}
+    same_curve(six, {s: halves[s] for s in range(1, 7)})
+    same_curve(six, {s: log[s] for s in range(1, 7)}, 1e-5)
     same_checkpoint(*(torch.load(tmp_path / "ranks" / f"ckpt_{s}.pt", weights_only=True) for s in (6, 7)))
 
 def batches(cfg, splits, steps, world=1):
