@@ -14,6 +14,7 @@ import collections
 import glob
 import importlib.util
 import json
+import math
 import os
 import platform
 import random
@@ -31,7 +32,7 @@ import config
 import model as definitions
 from model import LM
 from sample import Decoder, choose, for_inference, prefill, state_bytes, weight_bytes
-from train import PEAK_FLOPS, TrainConfig, autocast
+from train import TrainConfig, autocast, brief, peak_flops
 
 @dataclass(frozen=True)
 class BenchConfig(TrainConfig):
@@ -297,9 +298,6 @@ def step_row(report, op, shape, copy):
     row |= {"pass": "step", "first_s": first_s, "bytes": nbytes, "gb_s": rate / 1e9, "copy": rate / copy}
     report.row(op=op + "_step", shape=f"{B} 1 {H} {K} {V}", dtype=DTYPE, **row)
 
-def brief(error):
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
 # ----------------------------------------------------------------------------------------------------------------------
 # the training step
 
@@ -345,7 +343,7 @@ def training_step(cfg, B, T, compiled, peer=False):
         with autocast(DEVICE):
             loss = raw(idx, labels=idx).loss if peer else raw(idx, targets, ids)[1]
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), cfg.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), cfg.grad_clip or math.inf)
         optimizer.found_inf = (~torch.isfinite(loss.detach() + norm)).float()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -373,8 +371,7 @@ def breakdown(step, ms, n=3):
     return {**spent, "idle": max(0.0, ms - sum(spent.values()))}
 
 def bench_train(report, cfgs, copy, matmul):
-    name = torch.cuda.get_device_name() if CUDA else ""
-    peak = next((flops for gpu, flops in PEAK_FLOPS.items() if re.search(rf"\b{gpu}\b", name)), None)
+    peak = peak_flops(torch.cuda.get_device_name()) if CUDA else None
     cfg = next(iter(cfgs.values()))
     report.table("train", f"""training step: forward, backward, clipping, fused AdamW on fp32 parameters; random tokens;
 products in {DTYPE}. mfu: FLOPs over the data sheet's {(peak or 0) / 1e12:,.0f} TFLOP/s (0: not known), matmul: over

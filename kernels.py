@@ -578,22 +578,25 @@ def gla_sweep(x, a, c, P, y, h, S0, gates, settings, reverse):
            gates, part, part_decay, T, n, *constants, OUT, STATES, False)
     return SN
 
+def gla_buffers(q, segment_ids):
+    """For forward to fill, and kept for backward: LMR, qe, ke, P, gates, strong."""
+    (B, T, H, K), NT = q.shape, cdiv(q.shape[1], BT)
+    chunks = (1, 1) if segment_ids is None else (B, NT)
+    return (q.new_empty(*chunks, 2 * BT + 16, BT), torch.empty_like(q), torch.empty_like(q), q.new_empty(B, T, H, BT),
+            q.new_empty(B * H, NT, 3, K, dtype=torch.float32), q.new_empty(B * H, NT, dtype=torch.int32))
+
 @torch.library.custom_op("kernels::gla_fwd", mutates_args=())
 def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor],
             segment_ids: Optional[Tensor], logits: bool) \
             -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o and the last state (B, H, V, K); for backward LMR, qe, ke, P, gates and strong."""
     (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
-    qe, ke, o, P = torch.empty_like(q), torch.empty_like(q), torch.empty_like(v), q.new_empty(B, T, H, BT)
-    chunks = (1, 1) if segment_ids is None else (B, NT)
-    LMR = q.new_empty(*chunks, 2 * BT + 16, BT)
-    gates = q.new_empty(B * H, NT, 3, K, dtype=torch.float32)
-    strong = q.new_empty(B * H, NT, dtype=torch.int32)
+    o, (LMR, qe, ke, P, gates, strong) = torch.empty_like(v), gla_buffers(q, segment_ids)
     (BK, STAGES, options), out, _, _ = gla_launch(q, g, V, logits)
     s_q, s_k = token_stride(q), token_stride(k)
     io = q, k, g, segment_ids, LMR, qe, ke, P, gates, strong, scale, T, s_q, s_k, H, K, BT, logits
     with torch.cuda.device_of(q):
-        launch(gla_matrices_kernel, chunks, dict(num_warps=4), segment_ids, LMR, T, BT)
+        launch(gla_matrices_kernel, LMR.shape[:2], dict(num_warps=4), segment_ids, LMR, T, BT)
         launch(gla_prep_kernel, (B * H, NT), options, *io, BK, STAGES)
         launch(gla_strong_kernel, (B * H, NT), dict(num_warps=4, num_stages=1), *io, 64)
         SN = gla_sweep(v, tiles(ke, BT, K), tiles(qe, BT, K), P, o, None, S0, gates, out, reverse=False)
@@ -601,11 +604,8 @@ def gla_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Option
 
 @gla_fwd.register_fake
 def _(q, k, v, g, scale, S0, segment_ids, logits):
-    (B, T, H, K), V, NT, f32 = q.shape, v.shape[-1], cdiv(q.shape[1], BT), torch.float32
-    chunks = (1, 1) if segment_ids is None else (B, NT)
-    return (torch.empty_like(v), q.new_empty(B, H, V, K, dtype=f32), q.new_empty(*chunks, 2 * BT + 16, BT),
-            torch.empty_like(q), torch.empty_like(q), q.new_empty(B, T, H, BT), q.new_empty(B * H, NT, 3, K, dtype=f32),
-            q.new_empty(B * H, NT, dtype=torch.int32))
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    return torch.empty_like(v), q.new_empty(B, H, V, K, dtype=torch.float32), *gla_buffers(q, segment_ids)
 
 @torch.library.custom_op("kernels::gla_bwd", mutates_args=())
 def gla_bwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, S0: Optional[Tensor],
@@ -819,8 +819,9 @@ def gdn_sum_of_segment(x, n_x, y, n_y):
     return tl.where(n_y > 0, y, x + y), n_x + n_y
 
 @triton.jit
-def gdn_sum_of_pairs(x, s_x, y, s_y):
-    return x + y, s_x + s_y
+def gdn_sum_of_pairs(x, n_x, y, n_y):
+    """Two sums at once, at the price of one."""
+    return x + y, n_x + n_y
 
 @triton.jit(do_not_specialize=["T", "NT"])
 def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
@@ -849,8 +850,8 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     b_e = tl.where(b_s == 0, tl.exp2(b_G2), 0.0)
     b_GW = b_G2 - tl.log2(b_beta)
     m_e = o_i == BT - 1
-    b_end, s_end = tl.reduce((tl.where(m_e, b_G2, 0.0), tl.where(m_e, b_s, 0)), 0, gdn_sum_of_pairs)
-    b_r = tl.where(b_s == s_end, tl.exp2(b_end - b_GW), 0.0)
+    G_end, s_end = tl.reduce((tl.where(m_e, b_G2, 0.0), tl.where(m_e, b_s, 0)), 0, gdn_sum_of_pairs)
+    b_r = tl.where(b_s == s_end, tl.exp2(G_end - b_GW), 0.0)
     gates += n * (GATES * BT) + o_i
     tl.store(gates, b_G2)
     tl.store(gates + E * BT, b_e)
@@ -1558,6 +1559,13 @@ def short_conv(x, weight, H, K, V, unit, segment_ids=None):
     fp32, its last column the current token's; segment_ids (B, T) int32. x bf16 or fp32, computed in fp32.
     """
     assert weight.shape[1] <= TAPS, f"conv_size must be at most {TAPS} on a GPU, got {weight.shape[1]}"
+    D = H * (K + K + V)
+    assert x.shape[-1] == len(weight) == D, \
+        f"x and weight must have H (K + K + V) = {D} channels, got {x.shape[-1]} and {len(weight)}"
+    if segment_ids is not None:
+        assert segment_ids.shape == x.shape[:2] and segment_ids.dtype == torch.int32, \
+            f"segment_ids must be int32 {tuple(x.shape[:2])}, got {segment_ids.dtype} {tuple(segment_ids.shape)}"
+        segment_ids = segment_ids.contiguous()
     weight = F.pad(weight.float(), (TAPS - weight.shape[1], 0)).contiguous() # taps of weight zero, as far back as four
     return short_conv_op(x.contiguous(), weight, segment_ids, H, K, V, unit)
 

@@ -33,7 +33,7 @@ import torch.nn.functional as F
 import config
 from model import LM, ModelConfig, RMSNorm
 from prepare import load_tokenizer
-from train import checkpoints, load_checkpoint
+from train import brief, checkpoints, load_checkpoint
 
 @dataclass(frozen=True)
 class SampleConfig:
@@ -65,7 +65,7 @@ def load_model(checkpoint, path, device, int8):
         model = LM(ModelConfig(**{f.name: checkpoint["config"][f.name] for f in fields(ModelConfig)}))
         model.load_state_dict(checkpoint["model"])
     except (KeyError, RuntimeError) as error:
-        sys.exit(f"{path} does not fit this model.py: {str(error).splitlines()[0]}")
+        sys.exit(f"{path} does not fit this model.py: {brief(error)}")
     return for_inference(model, device, int8)
 
 class Int8(nn.Module):

@@ -757,6 +757,14 @@ def test_short_conv_refuses_and_repeats():
     weight = torch.randn(24, 4, device=DEVICE, requires_grad=True)
     with pytest.raises(AssertionError, match="conv_size must be at most 4"):
         kernels.short_conv(x, torch.randn(24, 5, device=DEVICE), 1, 8, 8, True)
+    ids = torch.arange(9, dtype=torch.int32, device=DEVICE).expand(1, 9)
+    for wrong, heads, segments in (("x and weight must have", 2, ids), ("must be int32", 1, ids.long()),
+                                   ("must be int32", 1, ids[:, :8])):
+        with pytest.raises(AssertionError, match=wrong):
+            kernels.short_conv(x, weight, heads, 8, 8, True, segments)
+    strided = torch.stack([ids[0]] * 2, 1).T[:1]
+    for a, b in zip(*(kernels.short_conv(x, weight, 1, 8, 8, True, y) for y in (ids, strided))):
+        assert torch.equal(a, b)
     torch.library.opcheck(kernels.short_conv_op, (x, weight, None, 1, 8, 8, True))
     first, second = (torch.autograd.grad(kernels.short_conv(x, weight, 1, 8, 8, True), (x, weight),
                                          [torch.ones(1, 9, 1, 8, device=DEVICE)] * 3) for _ in range(2))

@@ -1050,6 +1050,7 @@ def test_resume_falls_back_and_repeats_the_curve(shards, whole, tmp_path):
     p = trained(shards, out, "--resume=True", "--eval_interval=5")
     assert p.returncode == 0 and "ckpt_20.pt is damaged" in p.stdout and f"continuing from {out}/ckpt_10.pt" in p.stdout
     same_curve(log_of(out), log_of(whole))
+    assert sorted(p.name for p in out.glob("*.damaged")) == [f"ckpt_{step}.pt.damaged" for step in range(11, 21)]
     out = out.rename(tmp_path / "雪")
     p = trained(shards, out, "--resume=True", "--max_steps=15", env={"PYTHONIOENCODING": "ascii"})
     assert p.returncode == 0 and "nothing is left to train: step 20 is done" in p.stdout
@@ -1190,7 +1191,7 @@ def test_orthogonalize(dtype, tolerance):
     assert not train.orthogonalize(torch.zeros(2, 4, 8, dtype=dtype)).any()
 
 @pytest.mark.parametrize("mixer", ["gla", "gdn", "attention"])
-def test_muon_step(mixer):
+def test_muon_step(mixer, monkeypatch):
     """Four steps, the third dropped, against Muon written out for one matrix at a time, and AdamW for the others."""
     cfg = train.ModelConfig(mixer=mixer, n_layer=2, n_head=2, n_embd=32, d_key=8, d_value=24, d_mlp=80, vocab_size=64)
     model = train.LM(cfg)
@@ -1204,6 +1205,8 @@ def test_muon_step(mixer):
     adamw = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1, fused=True)
     muon = train.Muon(model.optim_groups(0.1, 2.0), lr=0.01, fused=True) # at a learning rate of 0.02
     momentum = {name: torch.zeros_like(named[name], dtype=torch.float64) for name in inner}
+    at_once, orthogonalize = [], train.orthogonalize
+    monkeypatch.setattr(train, "orthogonalize", lambda x: at_once.append(len(x)) or orthogonalize(x))
     for step in range(4):
         dropped = step == 2
         rng = torch.Generator().manual_seed(step)
@@ -1221,9 +1224,10 @@ def test_muon_step(mixer):
             u = 0.05 * g + 0.95 * m
             for p, x in zip(*(y.split(parts.get(name.split(".")[-2], [len(y)])) for y in (named[name], u))):
                 tall = len(x) > x.shape[1]
-                o = train.orthogonalize((x.T if tall else x)[None].float())[0]
+                o = orthogonalize((x.T if tall else x)[None].float())[0]
                 o = o.T if tall else o
                 p.mul_(1 - 0.02 * 0.1).sub_(0.02 * 0.2 * max(p.shape) ** 0.5 * o)
+    assert set(at_once) == {1} # never a number that depends on that of ranks
     plain = iter(others)
     for name, p in model.named_parameters():
         if name in inner:

@@ -90,7 +90,23 @@ class TrainConfig(ModelConfig):
     compile: bool = True
     checkpoint_blocks: bool = False # recompute each block in backward: less memory, about a third more time
 
+    @property
+    def steps(self): # of the schedule
+        return self.total_tokens // self.batch_tokens
+
+    @property
+    def warmup_steps(self):
+        return self.warmup_tokens // self.batch_tokens
+
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12} # bf16, dense, of the SXM boards; others have no MFU
+
+def peak_flops(name):
+    """PEAK_FLOPS of a device by its full name, None where it is not listed."""
+    return next((v for k, v in PEAK_FLOPS.items() if re.search(rf"\b{k}\b", name)), None)
+
+def brief(error):
+    """The first line of what an error says, its type where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 def check(cfg, world):
     """Exits with one sentence where the settings cannot work."""
@@ -102,18 +118,20 @@ def check(cfg, world):
         value = getattr(cfg, key)
         if not (0 <= value < math.inf) or (value == 0 and key in positive.split()):
             sys.exit(f"{key} must be {'above 0' if key in positive.split() else '0 or more'}, got {value}")
-    rows = cfg.batch_size * cfg.seq_len * world # tokens of a micro-step
-    start, steps = cfg.seq_len_start, cfg.total_tokens // cfg.batch_tokens
+    micro_batch = cfg.batch_size * cfg.seq_len * world # tokens of a micro-step
+    start, steps = cfg.seq_len_start, cfg.steps
     for wrong, sentence in (
         (cfg.schedule not in ("cosine", "wsd"), f"schedule must be cosine or wsd, got {cfg.schedule!r}"),
         (not 0 <= cfg.decay_frac <= 1, f"decay_frac must be from 0 to 1, got {cfg.decay_frac}"),
         (max(cfg.beta1, cfg.beta2) >= 1, f"beta1 and beta2 must be below 1, got {cfg.beta1} and {cfg.beta2}"),
         (cfg.seed >= 2**32, f"seed must be below 2**32, got {cfg.seed}"),
-        (cfg.batch_tokens % rows, f"batch_tokens={cfg.batch_tokens} is not a multiple of batch_size * seq_len * ranks "
-         f"= {cfg.batch_size} * {cfg.seq_len} * {world} = {rows}: change batch_size or batch_tokens"),
+        (not cfg.eval_only and cfg.batch_tokens % micro_batch,
+         f"batch_tokens={cfg.batch_tokens} is not a multiple of batch_size * seq_len * ranks = {cfg.batch_size} * "
+         f"{cfg.seq_len} * {world} = {micro_batch}: change " +
+         ("batch_tokens" if cfg.batch_tokens % (cfg.seq_len * world) else "batch_size or batch_tokens")),
         (steps == 0, f"total_tokens={cfg.total_tokens} is less than one step of batch_tokens={cfg.batch_tokens}"),
-        (cfg.warmup_tokens // cfg.batch_tokens >= max(steps, 1), f"warmup_tokens={cfg.warmup_tokens} leaves nothing of "
-         f"total_tokens={cfg.total_tokens}: lower warmup_tokens"),
+        (cfg.warmup_steps >= max(steps, 1), f"warmup_tokens={cfg.warmup_tokens} leaves nothing of total_tokens="
+         f"{cfg.total_tokens}: lower warmup_tokens"),
         (start and start not in [cfg.seq_len >> i for i in range(32) if cfg.seq_len % (1 << i) == 0],
          f"seq_len_start={start} must be seq_len={cfg.seq_len} halved some number of times, or 0"),
         (start and start < cfg.seq_len and cfg.warmup_tokens < cfg.batch_tokens,
@@ -126,7 +144,7 @@ def check(cfg, world):
 
 def get_lr(cfg, step):
     """Learning rate of step 0, 1, ...: linear warm-up, learning_rate at its end, min_lr at the last step."""
-    steps, warmup = cfg.total_tokens // cfg.batch_tokens, cfg.warmup_tokens // cfg.batch_tokens
+    steps, warmup = cfg.steps, cfg.warmup_steps
     if step < warmup:
         return cfg.learning_rate * (step + 1) / (warmup + 1)
     decay = steps - 1 - warmup # steps
@@ -141,8 +159,7 @@ def get_seq_len(cfg, step):
     if not cfg.seq_len_start:
         return cfg.seq_len
     doublings = (cfg.seq_len // cfg.seq_len_start).bit_length() - 1
-    warmup = cfg.warmup_tokens // cfg.batch_tokens # steps
-    return cfg.seq_len_start << (step * doublings // warmup if step < warmup else doublings)
+    return cfg.seq_len_start << (step * doublings // cfg.warmup_steps if step < cfg.warmup_steps else doublings)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # the optimizer
@@ -178,8 +195,8 @@ class Muon(torch.optim.AdamW):
     def muon_step(self, group):
         params, lr, kept = group["params"], group["lr"] * group["lr_ratio"], 1 - self.found_inf
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        # on a GPU always 12 matrices at once, so that any number of ranks gets the same bits. One by one they take ten
-        # times as long, 300 ms at 340M: a product costs the host 60 us. All take an H200 29 ms, which the ranks share
+        # on a GPU always as many matrices at once, as cuBLAS chooses by their number: any number of ranks gets the same
+        # bits. 12, as each product costs the host 60 us: at 340M 40 ms in all, by threes 131, one by one 303 (H200)
         dtype, together = (torch.bfloat16, 12) if kept.is_cuda else (torch.float32, 1)
         for p in params:
             if not self.state[p]: # AdamW counts the steps too, and looks for their number when it loads
@@ -205,7 +222,7 @@ class Muon(torch.optim.AdamW):
             x = torch.cat([orthogonalize(y) for y in x.split(together)])
             if world > 1:
                 mine, x = x, x.new_empty(world * share, m, n)
-                dist.all_gather_into_tensor(x, mine)
+                dist.all_gather(list(x.split(share)), mine)
             for (p, _), update in zip(pairs, x * kept):
                 p.add_(update, alpha=-lr * 0.2 * n**0.5)
 
@@ -369,13 +386,14 @@ def save_checkpoint(out_dir, keep, checkpoint):
         os.fsync(folder)
         os.close(folder)
     except (OSError, RuntimeError) as error: # RuntimeError: torch's word for a failed write
-        free = os.statvfs(out_dir).f_bavail * os.statvfs(out_dir).f_frsize
+        free = 0
         with contextlib.suppress(OSError):
+            free = os.statvfs(out_dir).f_bavail * os.statvfs(out_dir).f_frsize
             os.remove(path + ".tmp")
-        sys.exit(f"cannot write {path}, {free / 1e9:.2f} GB are free on its disk ({str(error).splitlines()[0]}): "
-                 "make room and continue with --resume=True")
+        sys.exit(f"cannot write {path}, {free / 1e9:.2f} GB are free on its disk ({brief(error)}): make room and "
+                 "continue with --resume=True")
     if keep:
-        for old in [p for p in checkpoints(out_dir) if step_of(p) <= checkpoint["step"]][keep:]:
+        for old in checkpoints(out_dir)[keep:]:
             os.remove(old)
 
 def open_log(out_dir, header, step):
@@ -402,7 +420,7 @@ def finite(x):
 
 def check_resume(cfg, meta, checkpoint, path):
     """
-    Exits where the checkpoint's model is not the config's, its tokens are not the data's or its steps are of another
+    Exits where the checkpoint's model is not the config's, its tokenizer is not the data's or its steps are of another
     size; returns the other settings that changed, in words.
     """
     saved = checkpoint["config"]
@@ -421,7 +439,7 @@ def check_resume(cfg, meta, checkpoint, path):
     if not cfg.eval_only and (cfg.muon_lr == 0) != (saved.get("muon_lr", 0.0) == 0): # other moments
         sys.exit(f"{path} has muon_lr={saved.get('muon_lr', 0.0)}, the config {cfg.muon_lr}, and one of them is 0: use "
                  "its value or another out_dir")
-    return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items() if key != "resume")
+    return ", ".join(f"{k} {old} -> {new}" for k, (old, new) in changed.items() if k not in ("resume", "eval_only"))
 
 def explain(cfg, rank, error):
     """A sentence for what only shows while it runs: no memory, disk, compiler or login; None for any other error."""
@@ -430,10 +448,10 @@ def explain(cfg, rank, error):
                  "lower seq_len" if cfg.checkpoint_blocks else "set checkpoint_blocks=True, or lower seq_len")
         return f"rank {rank} is out of memory at batch_size={cfg.batch_size} and seq_len={cfg.seq_len}: {lower}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-        return (f"cannot write to {cfg.out_dir} ({error.strerror}): make room or set another out_dir, and continue "
-                "with --resume=True")
+        return (f"cannot write to {error.filename or cfg.out_dir} ({error.strerror}): make room there or set another "
+                "folder, and continue with --resume=True")
     if type(error).__module__.startswith("wandb"):
-        return f"wandb: {str(error).splitlines()[0]}; run `wandb login`, set WANDB_MODE=offline or wandb=False"
+        return f"wandb: {brief(error)}; run `wandb login`, set WANDB_MODE=offline or wandb=False"
     if "C++ compiler" in str(error):
         return "compile=True needs a C++ compiler on a CPU: install g++ or set compile=False"
 
@@ -574,11 +592,12 @@ if __name__ == "__main__":
             try:
                 changed = check_resume(cfg, meta, checkpoint, path)
                 start, seen, run_id = checkpoint["step"], checkpoint["tokens"], checkpoint["run_id"]
-                say(f"continuing from {path}" + (f", changed settings: {changed}" if changed else ""))
+                say(f"{'evaluating' if cfg.eval_only else 'continuing from'} {path}"
+                    + (f", changed settings: {changed}" if changed else ""))
                 model.load_state_dict(checkpoint["model"])
                 moments = checkpoint["optimizer"]["state"]
             except (KeyError, RuntimeError) as error:
-                sys.exit(f"{path} does not fit this train.py and model.py ({str(error).splitlines()[0]}): set another "
+                sys.exit(f"{path} does not fit this train.py and model.py ({brief(error)}): set another "
                          "out_dir")
             # the moments alone: learning rate, betas and decay are the config's
             optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -602,6 +621,9 @@ if __name__ == "__main__":
                 pass # a disk without locks
             for leftover in glob.glob(os.path.join(glob.escape(cfg.out_dir), "ckpt_*.pt.tmp")):
                 os.remove(leftover)
+            for damaged in (p for p in checkpoints(cfg.out_dir) if step_of(p) > start): # else `keep` would count it
+                os.replace(damaged, damaged + ".damaged")
+                say(f"{damaged} is {os.path.basename(damaged)}.damaged now: delete it once it is of no use")
 
     if cfg.compile:
         # a graph for each length of the curriculum, with and without gradient
@@ -613,10 +635,10 @@ if __name__ == "__main__":
 
     n_rows, rows = splits["train"].first[-1], cfg.batch_tokens // cfg.seq_len # of the data, of a step
     accumulation = rows // (cfg.batch_size * world)
-    steps = cfg.total_tokens // cfg.batch_tokens
+    steps = cfg.steps
     end = min(steps, cfg.max_steps or steps)
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-    peak = next((v for k, v in PEAK_FLOPS.items() if re.search(rf"\b{k}\b", name)), None)
+    peak = peak_flops(name)
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": str(np.__version__)}
     if importlib.util.find_spec("triton"):
         versions["triton"] = importlib.metadata.version("triton")
@@ -640,8 +662,8 @@ if __name__ == "__main__":
         record = {"step": start, "tokens": seen, **validation()}
         say(", ".join(f"{k} {v:.4f}" for k, v in record.items() if k.startswith("val_")))
         record["val_loss_by_position"] = by_position = loss_by_position(cfg, model, meta, rank, world, device)
-        for first, (end, loss, tokens) in zip([0, *(end for end, *_ in by_position)], by_position):
-            say(f"position {first:,} to {end:,} in the {'document' if cfg.reset_at_eot else 'row'}: loss {loss:.4f}, "
+        for first, (last, loss, tokens) in zip([0, *(last for last, *_ in by_position)], by_position):
+            say(f"position {first:,} to {last:,} in the {'document' if cfg.reset_at_eot else 'row'}: loss {loss:.4f}, "
                 f"of {tokens:,} tokens")
         if rank == 0:
             with open(os.path.join(cfg.out_dir, "log.jsonl"), "a") as log:
