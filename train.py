@@ -448,7 +448,7 @@ def explain(cfg, rank, error):
                  "lower seq_len" if cfg.checkpoint_blocks else "set checkpoint_blocks=True, or lower seq_len")
         return f"rank {rank} is out of memory at batch_size={cfg.batch_size} and seq_len={cfg.seq_len}: {lower}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
-        return (f"cannot write to {error.filename or cfg.out_dir} ({error.strerror}): make room there or set another "
+        return (f"cannot use {error.filename or cfg.out_dir} ({error.strerror}): make room there or set another "
                 "folder, and continue with --resume=True")
     if type(error).__module__.startswith("wandb"):
         return f"wandb: {brief(error)}; run `wandb login`, set WANDB_MODE=offline or wandb=False"
@@ -646,8 +646,10 @@ if __name__ == "__main__":
     say(f"model: {cfg.mixer}, {model.num_params():,} parameters, {flops / 1e9:.3f} GFLOP a token")
     say(f"data: {cfg.data_dir} ({meta['tokenizer']}), {n_rows:,} rows of {cfg.seq_len} tokens; "
         f"{steps * rows / n_rows:.2f} epochs in {steps:,} steps")
-    say(f"batch: {cfg.batch_size} rows * {cfg.seq_len} tokens * {world} ranks * {accumulation} micro-steps = "
-        f"{cfg.batch_tokens:,} tokens; {steps:,} steps = {steps * cfg.batch_tokens:,} tokens, now {start:,} to {end:,}")
+    if not cfg.eval_only:
+        say(f"batch: {cfg.batch_size} rows * {cfg.seq_len} tokens * {world} ranks * {accumulation} micro-steps = "
+            f"{cfg.batch_tokens:,} tokens; {steps:,} steps = {steps * cfg.batch_tokens:,} tokens, now {start:,} to "
+            f"{end:,}")
     if start >= end and not cfg.eval_only:
         say(f"nothing is left to train: step {start:,} is done; for more raise total_tokens or max_steps")
     say(f"device: {world} x {name}" + ("" if peak or device.type == "cpu" else ", not in PEAK_FLOPS: no MFU"))

@@ -13,7 +13,7 @@ batch_size = 32 # rows per GPU per micro-step
 batch_tokens = 524_288 # 32 rows * 2048 tokens * 8 GPUs * 1 micro-step; one GPU takes 8 micro-steps
 total_tokens = 15_000_000_000 # 28,610 steps
 warmup_tokens = 500_000_000 # 953 steps
-# the best of 23 trials on models of 36M parameters and 29M tokens (README)
+# the best, as far as seeds tell, of 23 trials on models of 36M parameters and 29M tokens (README)
 learning_rate, muon_lr, min_lr = 4e-3, 2e-3, 0.0
 schedule, decay_frac = "wsd", 0.3
 zero_out = True
