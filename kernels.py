@@ -32,7 +32,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 COMPILED_FOR_A_GPU = tl.constexpr(not INTERPRET) # for kernels
 
 # ----------------------------------------------------------------------------------------------------------------------
-# the front door, shared by all four functions
+# shared: the front door, tiles for TMA, launching, what a GPU has
 
 def check(q, k, v, gates, state, segment_ids=None):
     """Refuse what cannot run, each in one sentence. `gates` are (name, tensor, shape, dtypes)."""
@@ -367,8 +367,8 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, gates, part, part_decay, T, n, H:
     """
     The state through the chunks, S <- decay S + a^T x: (4) with a = ke, x = v, or REVERSE (5) with a = qe, x = do.
     OUT writes y = c S + P x with c = qe, (3), or y = c S + P^T x with c = ke, (6); STATES writes S as each chunk meets
-    it. Grid (B H V/BV, segments of n chunks): LOCAL leaves each segment's S from zero, and its decay, in part and
-    part_decay; the full pass then starts each segment from what those before it leave.
+    it. Grid (B H V/BV, parts of n chunks): LOCAL leaves each part's S from zero, and its decay, in `part` and
+    part_decay; the full pass then starts each part from what those before it leave.
     """
     i_bh, i_v, i_s = tl.program_id(0) // (V // BV), tl.program_id(0) % (V // BV) * BV, tl.program_id(1)
     i_b, i_h, NT = i_bh // H, i_bh % H, tl.cdiv(T, BT)
@@ -388,7 +388,7 @@ def gla_sweep_kernel(x, a, c, P, y, h, S0, SN, gates, part, part_decay, T, n, H:
             for i in range(i_s):
                 S *= tl.load(part_decay + (i * BH + i_bh) * K + o_k)[None, :]
                 S += tl.load(part + (i * BH + i_bh) * V * K + tile)
-    total = tl.zeros([K], dtype=tl.float32) + 1.0 # the segment's decay
+    total = tl.zeros([K], dtype=tl.float32) + 1.0 # the part's decay
 
     for j in tl.range(i_s * n, tl.minimum(i_s * n + n, NT), num_stages=STAGES):
         i_t = NT - 1 - j if REVERSE else j
@@ -553,8 +553,8 @@ def gla_launch(q, g, V, logits):
         return prep, (32, 2, eight), (32, 2, four), grad
     return prep, (16, 1, four), (32, 2, four), grad
 
-def gla_split(programs, NT, device):
-    """(segments, chunks in each) of a sweep of NT chunks: enough that programs x segments fill the device."""
+def gla_parts(programs, NT, device):
+    """(parts, chunks in each) of a sweep of NT chunks: enough that programs x parts fill the device."""
     n = cdiv(NT, max(1, min(multiprocessors(device) // programs, NT // 4)))
     return cdiv(NT, n), n
 
@@ -565,7 +565,7 @@ def gla_sweep(x, a, c, P, y, h, S0, gates, settings, reverse):
     """
     (B, T, H, V), K, (BV, STAGES, options) = x.shape, gates.shape[-1], settings
     BH, NT = B * H, cdiv(T, BT)
-    NS, n = gla_split(BH * (V // BV), NT, x.device)
+    NS, n = gla_parts(BH * (V // BV), NT, x.device)
     x, SN, part, part_decay = tiles(x, BT, BV), gates.new_empty(B, H, V, K), None, None
     constants = H, K, V, BT, BV, STAGES, reverse
     if NS > 1:
@@ -636,7 +636,7 @@ def _(q, k, v, g, scale, S0, segment_ids, logits, LMR, qe, ke, P, gates, strong,
     return *map(torch.empty_like, (q, k, v, g)), q.new_empty(q.shape[0], q.shape[2], v.shape[-1], q.shape[-1],
                                                              dtype=torch.float32)
 
-def gla_save(ctx, inputs, output):
+def gla_setup(ctx, inputs, output):
     q, k, v, g, scale, S0, segment_ids, logits = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, g, S0, segment_ids, *output[2:])
@@ -649,11 +649,11 @@ def gla_backward(ctx, do, dSN, *_):
     dq, dk, dv, dg, dS0 = gla_bwd(q, k, v, g, ctx.scale, S0, segment_ids, ctx.logits, *saved, do, dSN)
     return dq, dk, dv, dg, None, None if S0 is None else dS0, None, None
 
-gla_fwd.register_autograd(gla_backward, setup_context=gla_save)
+gla_fwd.register_autograd(gla_backward, setup_context=gla_setup)
 
 def gla(q, k, v, g, scale=None, initial_state=None, segment_ids=None, logits=False):
     """
-    Gated Linear Attention (Yang et al. 2024, arXiv:2312.06635), eq. (1) over T tokens: returns o, final_state.
+    Gated Linear Attention (Yang et al. 2023, arXiv:2312.06635), eq. (1) over T tokens: returns o, final_state.
 
     q, k (B, T, H, K) and v (B, T, H, V), all bf16 or all fp32; g (B, T, H, K), bf16 or fp32: log decay <= 0, or with
     `logits` numbers x of any sign, of which log decay is logsigmoid(x) / 16. scale defaults to K**-0.5. initial_state
@@ -1180,7 +1180,7 @@ def gdn_step_kernel(q, k, v, g, beta, state, o, scale, s_b, s_h, s_k, s_v, H: tl
 
 # launch
 
-def gdn_segments(programs, NT, device):
+def gdn_parts(programs, NT, device):
     """Parts a sequence is cut into so that its `programs` sweeps fill the GPU. Each part is swept twice more, for its
     own state and its transition, which pays from three parts on."""
     NS = min(multiprocessors(device) // programs, NT // 8)
@@ -1261,7 +1261,7 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
 @gdn_fwd.register_fake
 def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     (B, T, H, K), V, NT = q.shape, v.shape[-1], cdiv(q.shape[1], BT)
-    NS = gdn_segments(B * H * (V // gdn_sweep_settings(q, K, V)["BV"]), NT, q.device)
+    NS = gdn_parts(B * H * (V // gdn_sweep_settings(q, K, V)["BV"]), NT, q.device)
     per_chunk = lambda x, *shape, dtype=None: x.new_empty(B, H, NT, *shape, dtype=dtype)
     A_dtype = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
     return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, BT, BT if save else 0, dtype=A_dtype),
@@ -1333,11 +1333,11 @@ def gdn_setup(ctx, inputs, output):
     ctx.save_for_backward(q, k, beta, S0, *output[2:])
     ctx.scale = scale
 
-def gdn_gradients(ctx, do, dS1, *rest):
+def gdn_backward(ctx, do, dS1, *rest):
     dq, dk, dv, dg, dbeta, dS0 = gdn_bwd(do, dS1, *ctx.saved_tensors, ctx.scale)
     return dq, dk, dv, dg, dbeta, dS0 if ctx.saved_tensors[3] is not None else None, None, None, None
 
-gdn_fwd.register_autograd(gdn_gradients, setup_context=gdn_setup)
+gdn_fwd.register_autograd(gdn_backward, setup_context=gdn_setup)
 
 def gated_delta_rule(q, k, v, g, beta, scale=None, initial_state=None, segment_ids=None):
     """
@@ -1545,12 +1545,12 @@ def short_conv_setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:3])
     ctx.shape = inputs[3:]
 
-def short_conv_grad(ctx, *dz):
+def short_conv_backward(ctx, *dz):
     x, weight, segment_ids = ctx.saved_tensors
     dx, dw = short_conv_backward_op(x, weight, segment_ids, *(d.contiguous() for d in dz), *ctx.shape)
     return dx, dw, None, None, None, None, None
 
-short_conv_op.register_autograd(short_conv_grad, setup_context=short_conv_setup)
+short_conv_op.register_autograd(short_conv_backward, setup_context=short_conv_setup)
 
 def short_conv(x, weight, H, K, V, unit, segment_ids=None):
     """

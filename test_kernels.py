@@ -196,9 +196,9 @@ def test_gla_documents_are_separate():
             assert torch.equal(x[~inside[..., 0, 0]], y[~inside[..., 0, 0]]), name
 
 @pytest.mark.parametrize("gate", ["typical", "-5"])
-def test_gla_split(gate, monkeypatch):
+def test_gla_parts(gate, monkeypatch):
     """A long sequence is swept in segments of chunks side by side; here in segments of two chunks."""
-    monkeypatch.setattr(kernels, "gla_split", lambda programs, NT, device: (-(-NT // 2), 2))
+    monkeypatch.setattr(kernels, "gla_parts", lambda programs, NT, device: (-(-NT // 2), 2))
     gla_check(gla_inputs(1, 270, HEADS, *WIDE, gate, DTYPES[0]), typical_gates=gate == "typical")
     rows = [[100, 5, 165]]
     gla_check(gla_inputs(1, 270, HEADS, *WIDE, gate, DTYPES[0]), segment_rows(rows), typical_gates=gate == "typical")
@@ -546,7 +546,7 @@ def test_gdn_one_output_feeds_the_loss(missing, dtype):
 @pytest.mark.parametrize("kind", ["init", "gate 0"])
 def test_gdn_in_parts(kind, parts, dtype, monkeypatch):
     """A long sequence of few heads is swept in parts, with the transition of each."""
-    monkeypatch.setattr(kernels, "gdn_segments", lambda *_: parts)
+    monkeypatch.setattr(kernels, "gdn_parts", lambda *_: parts)
     B, T, H, K, V = (1, 2000, 6, 128, 256) if GPU else (1, 300, 1, 16, 32)
     ids = None
     if kind == "gate 0":
@@ -556,9 +556,9 @@ def test_gdn_in_parts(kind, parts, dtype, monkeypatch):
 def test_gdn_parts_fill_the_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRET", False)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("", (), dict(multi_processor_count=132)))
-    assert kernels.gdn_segments(384, 32, None) == 1 and kernels.gdn_segments(70, 512, None) == 1
+    assert kernels.gdn_parts(384, 32, None) == 1 and kernels.gdn_parts(70, 512, None) == 1
     for programs, NT in ((8, 1024), (1, 1024), (40, 1000), (8, 100)):
-        NS = kernels.gdn_segments(programs, NT, None)
+        NS = kernels.gdn_parts(programs, NT, None)
         size = -(-NT // NS)
         assert NS > 1 and NS * programs <= 132 and size * (NS - 1) < NT # none is empty
 
@@ -583,7 +583,7 @@ def test_gdn_same_bits_twice_and_nothing_unwritten(dtype, monkeypatch):
     x = gdn_inputs(1, 150, 2 if GPU else 1, 16, 32, dtype)
     do, dS = torch.randn_like(x[2]), torch.randn_like(x[5])
     for parts in (1, 2):
-        monkeypatch.setattr(kernels, "gdn_segments", lambda *_: parts)
+        monkeypatch.setattr(kernels, "gdn_parts", lambda *_: parts)
         first = gdn_run(kernels.gated_delta_rule, x, do=do, dS=dS)
         torch.use_deterministic_algorithms(True, warn_only=True) # torch.empty is filled with NaN
         try:
@@ -653,7 +653,7 @@ def test_gdn_refuses_in_one_sentence(monkeypatch):
 def test_without_tma(monkeypatch):
     """Descriptors made in the kernels, as on an A100; in parts, so that every kernel has its own."""
     monkeypatch.setattr(kernels, "has_tma", lambda _: False)
-    monkeypatch.setattr(kernels, "gdn_segments", lambda *_: 2)
+    monkeypatch.setattr(kernels, "gdn_parts", lambda *_: 2)
     gdn_held_to_loop(gdn_inputs(2, 130, 2, 16, 32, torch.float32))
     gla_check(gla_inputs(2, 70, 2, 64, 64))
 
@@ -704,7 +704,7 @@ def test_gdn_error_does_not_grow_with_time(kind):
 def test_gdn_long_and_few_heads():
     from model import gated_delta_rule_chunked
     x = gdn_inputs(1, 65536, 2, 128, 128, torch.bfloat16)
-    assert kernels.gdn_segments(2, 1024, x[0].device) > 1
+    assert kernels.gdn_parts(2, 1024, x[0].device) > 1
     do, dS = torch.randn_like(x[2]), torch.randn_like(x[5])
     x64 = [t.detach().double().requires_grad_() for t in x]
     out, ref = gdn_run(kernels.gated_delta_rule, x, do=do, dS=dS), gdn_run(gated_delta_rule_chunked, x64, do=do, dS=dS)
