@@ -43,15 +43,17 @@ def check(q, k, v, gates, state, segment_ids=None):
     assert 1 <= q.shape[-1] <= 256 and 1 <= v.shape[-1] <= 256, \
         f"K and V must be 1 to 256, got K={q.shape[-1]} and V={v.shape[-1]}"
     assert q.numel() > 0, f"q is empty, its shape is {tuple(q.shape)}"
-    named = [("k", k, q.shape, (q.dtype,)), ("v", v, v.shape, (q.dtype,)), *gates]
-    if state is not None:
-        named.append(("state", state, (q.shape[0], q.shape[-2], q.shape[-1], v.shape[-1]), (torch.float32,)))
-    if segment_ids is not None:
-        named.append(("segment_ids", segment_ids, q.shape[:2], (torch.int32,)))
+    check_each(("k", k, q.shape, (q.dtype,)), ("v", v, v.shape, (q.dtype,)), *gates,
+               ("state", state, (q.shape[0], q.shape[-2], q.shape[-1], v.shape[-1]), (torch.float32,)),
+               ("segment_ids", segment_ids, q.shape[:2], (torch.int32,)), device=q.device)
+
+def check_each(*named, device):
+    """Of each (name, tensor or None, shape, dtypes)."""
     for name, x, shape, dtypes in named:
-        assert x.shape == torch.Size(shape), f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}"
-        assert x.dtype in dtypes, f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}"
-        assert x.device == q.device, f"{name} is on {x.device} and q on {q.device}"
+        if x is not None:
+            assert x.shape == torch.Size(shape), f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}"
+            assert x.dtype in dtypes, f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}"
+            assert x.device == device, f"{name} is on {x.device}, the others on {device}"
 
 def cdiv(a, b):
     return -(-a // b) # triton.cdiv, which kernels can call too, takes 5 us
@@ -1562,9 +1564,8 @@ def short_conv(x, weight, H, K, V, unit, segment_ids=None):
     D = H * (K + K + V)
     assert x.shape[-1] == len(weight) == D, \
         f"x and weight must have H (K + K + V) = {D} channels, got {x.shape[-1]} and {len(weight)}"
+    check_each(("segment_ids", segment_ids, x.shape[:2], (torch.int32,)), device=x.device)
     if segment_ids is not None:
-        assert segment_ids.shape == x.shape[:2] and segment_ids.dtype == torch.int32, \
-            f"segment_ids must be int32 {tuple(x.shape[:2])}, got {segment_ids.dtype} {tuple(segment_ids.shape)}"
         segment_ids = segment_ids.contiguous()
     weight = F.pad(weight.float(), (TAPS - weight.shape[1], 0)).contiguous() # taps of weight zero, as far back as four
     return short_conv_op(x.contiguous(), weight, segment_ids, H, K, V, unit)

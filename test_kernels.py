@@ -758,8 +758,8 @@ def test_short_conv_refuses_and_repeats():
     with pytest.raises(AssertionError, match="conv_size must be at most 4"):
         kernels.short_conv(x, torch.randn(24, 5, device=DEVICE), 1, 8, 8, True)
     ids = torch.arange(9, dtype=torch.int32, device=DEVICE).expand(1, 9)
-    for wrong, heads, segments in (("x and weight must have", 2, ids), ("must be int32", 1, ids.long()),
-                                   ("must be int32", 1, ids[:, :8])):
+    for wrong, heads, segments in (("x and weight must have", 2, ids), ("segment_ids must have shape", 1, ids[:, :8]),
+                                   ("segment_ids must be torch.int32", 1, ids.long())):
         with pytest.raises(AssertionError, match=wrong):
             kernels.short_conv(x, weight, heads, 8, 8, True, segments)
     strided = torch.stack([ids[0]] * 2, 1).T[:1]

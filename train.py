@@ -219,11 +219,12 @@ class Muon(torch.optim.AdamW):
             x = torch.zeros(share, m, n, dtype=dtype, device=kept.device)
             for row, (_, update) in zip(x, pairs[rank * share:(rank + 1) * share]):
                 row.copy_(update)
-            x = torch.cat([orthogonalize(y) for y in x.split(together)])
+            for y in x.split(together):
+                torch.mul(orthogonalize(y), kept, out=y)
             if world > 1:
                 mine, x = x, x.new_empty(world * share, m, n)
                 dist.all_gather(list(x.split(share)), mine)
-            for (p, _), update in zip(pairs, x * kept):
+            for (p, _), update in zip(pairs, x):
                 p.add_(update, alpha=-lr * 0.2 * n**0.5)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -650,8 +651,8 @@ if __name__ == "__main__":
         say(f"batch: {cfg.batch_size} rows * {cfg.seq_len} tokens * {world} ranks * {accumulation} micro-steps = "
             f"{cfg.batch_tokens:,} tokens; {steps:,} steps = {steps * cfg.batch_tokens:,} tokens, now {start:,} to "
             f"{end:,}")
-    if start >= end and not cfg.eval_only:
-        say(f"nothing is left to train: step {start:,} is done; for more raise total_tokens or max_steps")
+        if start >= end:
+            say(f"nothing is left to train: step {start:,} is done; for more raise total_tokens or max_steps")
     say(f"device: {world} x {name}" + ("" if peak or device.type == "cpu" else ", not in PEAK_FLOPS: no MFU"))
 
     def validation():

@@ -15,7 +15,7 @@ batch_size = 32 # rows per GPU per micro-step
 batch_tokens = 524_288 # 32 rows * 2048 tokens * 8 GPUs * 1 micro-step; one GPU takes 8 micro-steps
 total_tokens = 15_000_000_000 # 28,610 steps
 warmup_tokens = 500_000_000 # 953 steps
-# as in gla_340m.py, not tried on a Transformer
+# as in gla_340m.py: run for 180 steps (README), nothing else was tried on a Transformer
 learning_rate, muon_lr, min_lr = 4e-3, 2e-3, 0.0
 schedule, decay_frac = "wsd", 0.3
 zero_out = True
