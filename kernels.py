@@ -712,7 +712,7 @@ def gla_step(q, k, v, g, state, scale=None):
 # and backward, with dS' the gradient of the state that leaves it,
 #   dv = Y^T do + X dS',   dS = d dS' + q^T (s e * do) - k^T (e * dv)  (5)
 #   dP = s D * (do u^T),   Z = dv u^T,   dkk = -strict_lower(D * Z),   dbeta_i = Z_ii / beta_i  (6)
-#   (do, dv, dS') u^T = ((do, dv, dS') W^T) A^T  (7)
+#   (do, dv) u^T = ((do, dv) W^T) A^T,   u dS'^T = A (W dS'^T)  (7)
 #   dq = s e * (do S^T) + dP k  (8)
 #   dk = -e * (dv S^T) + r * (u dS'^T) + dP^T q + (dkk + dkk^T) k  (9)
 #   a_i = q_i (s e * do S^T)_i - k_i (e * dv S^T)_i + row_i(H) - column_i(H),   H = dP * (q k^T) + dkk * (k k^T)
@@ -735,7 +735,7 @@ def gla_step(q, k, v, g, state, scale=None):
 #   G, e, r  gates (B, H, NT, GATES, BT)          fp32      gdn_solve         yes, G in log2 units, and the segment
 #   A        A (B, H, NT, BT, BT)                 fp16*     gdn_solve         yes      * fp32 with an fp32 q
 #   X^T, Y   X (B, H, NT, K, BT), Y (.., BT, BT)  q's       gdn_solve         yes
-#   W        W (B, T, H, V)                       q's       gdn_fwd           yes
+#   W        W (B, H, NT, BT, V)                  q's       gdn_fwd           yes
 #   S^T      h (B, H, NT, V, K), entering state   q's       gdn_states        -
 #   dS'^T    dh (B, H, NT, V, K)                  q's       gdn_bwd_state     -
 # The sweeps hold the state transposed, (BV, K): the first operand of every product, straight from the accumulator.
@@ -829,7 +829,7 @@ def gdn_sum_of_pairs(x, n_x, y, n_y):
 def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.constexpr, K: tl.constexpr,
                      BT: tl.constexpr, PREC: tl.constexpr):
     """Eqs. (2, 3): A, X^T, Y and the gates of one chunk. Grid (B * NT * H)."""
-    DT: tl.constexpr = X.dtype.element_ty
+    DT: tl.constexpr = q.dtype.element_ty
     i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
     n, t = ((i_b * H + i_h) * NT + i_t).to(tl.int64), i_t * BT
@@ -854,13 +854,6 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     m_e = o_i == BT - 1
     G_end, s_end = tl.reduce((tl.where(m_e, b_G2, 0.0), tl.where(m_e, b_s, 0)), 0, gdn_sum_of_pairs)
     b_r = tl.where(b_s == s_end, tl.exp2(G_end - b_GW), 0.0)
-    gates += n * (GATES * BT) + o_i
-    tl.store(gates, b_G2)
-    tl.store(gates + E * BT, b_e)
-    tl.store(gates + GW * BT, tl.where(m_w, b_GW, float("inf")))
-    tl.store(gates + EW * BT, tl.where(m_w, b_e, 0.0))
-    tl.store(gates + RW * BT, tl.where(m_w, b_r, 0.0))
-    tl.store(gates + SEG * BT, b_s.to(tl.float32))
 
     # k k^T: (BT, K) x (K, BT)
     b_M = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
@@ -877,16 +870,27 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
 
     m_l = (o_i[:, None] >= o_i[None, :]) & (b_s[:, None] == b_s[None, :])
     b_D = tl.exp2(tl.where(m_l, b_G2[:, None] - b_GW[None, :], float("-inf")))
-    chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
-    if A is not None:
-        tl.store(A + chunk, (b_N * b_D * (1 / b_beta)[:, None]).to(A.dtype.element_ty))
+    b_A = (b_N * b_D * (1 / b_beta)[:, None]).to(DT if A is None else A.dtype.element_ty)
     # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
     b_P = tl.where(m_l, tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
     b_hi, b_lo = gdn_split(b_N, DT)
-    tl.store(Y + chunk, (gdn_dot_split(b_P, b_hi, b_lo, None, PREC) * b_D * scale).to(Y.dtype.element_ty))
+    b_Y = (gdn_dot_split(b_P, b_hi, b_lo, None, PREC) * b_D * scale).to(DT)
     # k^T times the inverse: (K, BT) x (BT, BT)
     b_X = gdn_dot_split(tl.trans(b_k), b_hi, b_lo, None, PREC) * b_r[None, :]
-    tl.store(X + n * (K * BT) + tl.arange(0, K)[:, None] * BT + o_i[None, :], b_X.to(X.dtype.element_ty))
+    # all stores last: the fence ahead of a product waits for those on their way
+    chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
+    gates += n * (GATES * BT) + o_i
+    tl.store(gates, b_G2)
+    tl.store(gates + E * BT, b_e)
+    tl.store(gates + GW * BT, tl.where(m_w, b_GW, float("inf")))
+    tl.store(gates + EW * BT, tl.where(m_w, b_e, 0.0))
+    tl.store(gates + RW * BT, tl.where(m_w, b_r, 0.0))
+    tl.store(gates + SEG * BT, b_s.to(tl.float32))
+    X = tiled(X, K, BT, K, BT)
+    X.store([n.to(tl.int32), 0, 0], b_X.to(DT).reshape(1, K, BT))
+    if A is not None:
+        tl.store(A + chunk, b_A)
+    tl.store(Y + chunk, b_Y)
 
 @triton.jit
 def gdn_square(x, n, BT: tl.constexpr):
@@ -916,7 +920,7 @@ def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, W, S1, scale, T, NT, NS, H: tl.c
     q, k, X, Y = tiled(q, T, H * K, BT, K), tiled(k, T, H * K, BT, K), tiled(X, K, BT, K, BT), tiled(Y, BT, BT, BT, BT)
     v, o = tiled(v, T, H * V, BT, BV), tiled(o, T, H * V, BT, BV)
     if SAVE:
-        W = tiled(W, T, H * V, BT, BV)
+        W = tiled(W, BT, V, BT, BV)
     LS = tl.cdiv(NT, NS) # chunks a part
     first, end = i_s * LS, tl.minimum(i_s * LS + LS, NT)
     for i_t in tl.range(first, end, num_stages=STAGES):
@@ -933,7 +937,7 @@ def gdn_fwd_kernel(q, k, v, X, Y, gates, S0, o, W, S1, scale, T, NT, NS, H: tl.c
             b_w += tl.trans(v.load([i_b, t, i_h * V + i_v]).reshape(BT, BV))
         b_w = b_w.to(b_k.dtype)
         if SAVE:
-            W.store([i_b, t, i_h * V + i_v], tl.trans(b_w).reshape(1, BT, BV))
+            W.store([n, 0, i_v], tl.trans(b_w).reshape(1, BT, BV))
         if OUT:
             # o^T = s e * (q S)^T + W^T Y^T: (BV, K) x (K, BT), (BV, BT) x (BT, BT)
             b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
@@ -982,12 +986,12 @@ def gdn_states_kernel(W, X, gates, S0, h, T, NT, NS, H: tl.constexpr, K: tl.cons
     b_S = tl.zeros([BV, K], dtype=tl.float32)
     if S0 is not None:
         b_S += tl.load(S0 + (row * V + i_v + tl.arange(0, BV)[:, None]) * K + tl.arange(0, K)[None, :])
-    W, X, h = tiled(W, T, H * V, BT, BV), tiled(X, K, BT, K, BT), tiled(h, V, K, BV, K)
+    W, X, h = tiled(W, BT, V, BT, BV), tiled(X, K, BT, K, BT), tiled(h, V, K, BV, K)
     LS = tl.cdiv(NT, NS) # chunks a part
     for i_t in tl.range(i_s * LS, tl.minimum(i_s * LS + LS, NT), num_stages=STAGES):
         n = i_bh * NT + i_t
         b_d = tl.load(gates + n.to(tl.int64) * (GATES * BT) + E * BT + BT - 1)
-        b_W, b_X = W.load([i_b, i_t * BT, i_h * V + i_v]).reshape(BT, BV), X.load([n, 0, 0]).reshape(K, BT)
+        b_W, b_X = W.load([n, 0, i_v]).reshape(BT, BV), X.load([n, 0, 0]).reshape(K, BT)
         h.store([n, i_v, 0], b_S.to(b_W.dtype).reshape(1, BV, K))
         # S'^T = d S^T + W^T X: (BV, BT) x (BT, K)
         b_S = tl.dot(tl.trans(b_W), tl.trans(b_X), b_S * b_d, input_precision=PREC)
@@ -1050,10 +1054,10 @@ def gdn_transposed(A, DTYPE: tl.constexpr):
     return tl.trans(hi), tl.trans(lo)
 
 @triton.jit(do_not_specialize=["T", "NT"])
-def gdn_bwd_grad_kernel(q, k, q_tiles, k_tiles, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT,
+def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT,
                         H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
                         STAGES: tl.constexpr, PREC: tl.constexpr):
-    """Eqs. (6-10) of one chunk: first dq, with dP and dkk, then dk^T, (K, BT), and dg. Grid (B * NT * H)."""
+    """Eqs. (6-10) of one chunk: first dq, with dP and dkk, then dk and dg. Grid (B * NT * H)."""
     i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
     n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
@@ -1062,21 +1066,18 @@ def gdn_bwd_grad_kernel(q, k, q_tiles, k_tiles, W, do, dv, A, h, dh, gates, beta
     m_t = t + o_i < T
     m_d, m_l = o_i[:, None] == o_i[None, :], o_i[:, None] > o_i[None, :]
     row = (i_b.to(tl.int64) * T + t + o_i) * H + i_h # of a (B, T, H) tensor
-    q_tiles, k_tiles = tiled(q_tiles, T, H * K, BT, K), tiled(k_tiles, T, H * K, BT, K)
+    q, k = tiled(q, T, H * K, BT, K), tiled(k, T, H * K, BT, K)
     dq, dk = tiled(dq, T, H * K, BT, K), tiled(dk, T, H * K, BT, K)
-    W, do, dv = tiled(W, T, H * V, BT, BV), tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV)
+    W, do, dv = tiled(W, BT, V, BT, BV), tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV)
     h, dh = tiled(h, V, K, BV, K), tiled(dh, V, K, BV, K)
-    # A and small loads first, they are on their way while the loop runs; k and q after each loop, which needs their
-    # room: both at once by plain loads, then one by one by TMA, which takes fewer registers
-    b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
-    b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
-
+    # A ahead of each loop, on its way while that runs; q and k, and what is small, where they are used: two programs
+    # share an SM, and each register more is one spilled
     b_A = gdn_square(A, n, BT)
     b_dq = tl.zeros([BT, K], dtype=tl.float32)
     b_dP, b_Z = tl.zeros([BT, BT], dtype=tl.float32), tl.zeros([BT, BT], dtype=tl.float32)
     for i_v in tl.range(0, V, BV, num_stages=STAGES):
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
-        b_W = W.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_W = W.load([n, 0, i_v]).reshape(BT, BV)
         b_do = do.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
         # do S^T: (BT, BV) x (BV, K);  do W^T, dv W^T: (BT, BV) x (BV, BT)
@@ -1084,12 +1085,14 @@ def gdn_bwd_grad_kernel(q, k, q_tiles, k_tiles, W, do, dv, A, h, dh, gates, beta
         b_dP = tl.dot(b_do, tl.trans(b_W), b_dP, input_precision=PREC)
         b_Z = tl.dot(b_dv, tl.trans(b_W), b_Z, input_precision=PREC)
 
-    b_q, b_k = gdn_rows(q, i_b, i_h, t, T, H, K, BT), gdn_rows(k, i_b, i_h, t, T, H, K, BT)
-    b_s = tl.load(g + SEG * BT + o_i)
-    b_hi, b_lo = gdn_transposed(b_A, b_k.dtype)
+    b_hi, b_lo = gdn_transposed(b_A, q.dtype)
     # do u^T and dv u^T by eq. (7): (BT, BT) x (BT, BT)
     b_dP = gdn_dot_split(b_dP, b_hi, b_lo, None, PREC)
     b_Z = gdn_dot_split(b_Z, b_hi, b_lo, None, PREC)
+    b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
+    b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
+    b_s = tl.load(g + SEG * BT + o_i)
+    b_q, b_k = q.load([i_b, t, i_h * K]).reshape(BT, K), k.load([i_b, t, i_h * K]).reshape(BT, K)
     b_dbeta = tl.sum(tl.where(m_d, b_Z, 0.0), 1) / tl.maximum(b_beta, MIN_BETA)
     tl.store(dbeta + row, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
     m_s = (m_d | m_l) & (b_s[:, None] == b_s[None, :])
@@ -1107,54 +1110,55 @@ def gdn_bwd_grad_kernel(q, k, q_tiles, k_tiles, W, do, dv, A, h, dh, gates, beta
     b_dPh, b_Z = b_dP.to(b_k.dtype), b_Z.to(b_k.dtype)
     dq.store([i_b, t, i_h * K], b_dq.to(b_k.dtype).reshape(1, BT, K))
 
-    b_A = gdn_square(A, n, BT) # again: kept since the first loop it leaves room for one program an SM, not two
-    b_dk, b_ks = tl.zeros([K, BT], dtype=tl.float32), tl.zeros([K, BT], dtype=tl.float32)
+    b_A = gdn_square(A, n, BT)
+    b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
+    b_dk, b_ks = tl.zeros([BT, K], dtype=tl.float32), tl.zeros([BT, K], dtype=tl.float32)
     b_hh = tl.zeros([BV, BV], dtype=tl.float32) # S^T dS': the sum of its diagonal is <S, dS'>
     for i in tl.range(0, V, BV, num_stages=STAGES): # the last tiles first: they are in the L2 cache still
         i_v = V - BV - i
         b_h = h.load([n, i_v, 0]).reshape(BV, K)
-        b_W = W.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
+        b_W = W.load([n, 0, i_v]).reshape(BT, BV)
         b_dh = dh.load([n, i_v, 0]).reshape(BV, K)
         b_dv = dv.load([i_b, t, i_h * V + i_v]).reshape(BT, BV)
-        # S dv^T, dS' W^T: (K, BV) x (BV, BT);  S^T dS': (BV, K) x (K, BV)
-        b_dk = tl.dot(tl.trans(b_h), tl.trans(b_dv), b_dk, input_precision=PREC)
-        b_ks = tl.dot(tl.trans(b_dh), tl.trans(b_W), b_ks, input_precision=PREC)
+        # S^T dS': (BV, K) x (K, BV);  dv S^T, W dS'^T: (BT, BV) x (BV, K)
         b_hh = tl.dot(b_h, tl.trans(b_dh), b_hh, input_precision=PREC)
+        b_dk = tl.dot(b_dv, b_h, b_dk, input_precision=PREC)
+        b_ks = tl.dot(b_W, b_dh, b_ks, input_precision=PREC)
     o_v = tl.arange(0, BV)
-    b_hh = tl.sum(tl.sum(tl.where(o_v[:, None] == o_v[None, :], b_hh, 0.0), 1), 0)
-    b_EW, b_RW, b_d = tl.load(g + EW * BT + o_i), tl.load(g + RW * BT + o_i), tl.load(g + E * BT + BT - 1)
-    b_hi, b_lo = gdn_transposed(b_A, b_k.dtype)
-    # dS' u^T by eq. (7): (K, BT) x (BT, BT)
-    b_ks = gdn_dot_split(b_ks, b_hi, b_lo, None, PREC)
-    b_k = k_tiles.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_hh = tl.sum(tl.where(o_v[:, None] == o_v[None, :], b_hh, 0.0))
+    # u dS'^T by eq. (7): (BT, BT) x (BT, K)
+    b_hi, b_lo = gdn_split(b_ks, q.dtype)
+    b_ks = gdn_dot_split(b_A.to(tl.float32), b_hi, b_lo, None, PREC)
+    b_k = k.load([i_b, t, i_h * K]).reshape(BT, K)
+    b_dk *= -b_EW[:, None]
+    b_ks *= b_RW[:, None]
+    b_a += tl.sum(b_k * b_dk, 1)
+    b_b = tl.sum(b_k * b_ks, 1)
+    b_q = q.load([i_b, t, i_h * K]).reshape(BT, K)
+    # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT), since no result may be transposed to be a first operand
     b_kT = tl.trans(b_k)
-    b_dk *= -b_EW[None, :]
-    b_ks *= b_RW[None, :]
-    b_a += tl.sum(b_kT * b_dk, 0)
-    b_b = tl.sum(b_kT * b_ks, 0)
-    b_q = q_tiles.load([i_b, t, i_h * K]).reshape(BT, K)
-    # q^T dP, k^T dkk, k^T dkk^T: (K, BT) x (BT, BT)
-    b_dk = tl.dot(tl.trans(b_q), b_dPh, b_dk + b_ks, input_precision=PREC)
-    b_dk = tl.dot(b_kT, b_Z, b_dk, input_precision=PREC)
-    b_dk = tl.dot(b_kT, tl.trans(b_Z), b_dk, input_precision=PREC)
-    dk.store([i_b, t, i_h * K], tl.trans(b_dk).to(b_k.dtype).reshape(1, BT, K))
+    b_i = tl.dot(tl.trans(b_q), b_dPh, input_precision=PREC)
+    b_i = tl.dot(b_kT, b_Z, b_i, input_precision=PREC)
+    b_i = tl.dot(b_kT, tl.trans(b_Z), b_i, input_precision=PREC)
+    b_dk += b_ks + tl.trans(b_i)
+    dk.store([i_b, t, i_h * K], b_dk.to(b_k.dtype).reshape(1, BT, K))
     b_s = tl.load(g + SEG * BT + o_i)
     # dg_t: a from t on, b before t, of its segment. The sum over all tokens less what follows would cancel
     b_dg = tl.where(o_i[None, :] >= o_i[:, None], b_a[None, :], b_b[None, :])
     b_dg = tl.sum(tl.where(b_s[:, None] == b_s[None, :], b_dg, 0.0), 1)
     tl.store(dg + row, b_dg + b_d * b_hh, mask=m_t)
 
-@triton.jit(do_not_specialize=["T", "NT"])
-def gdn_bwd_finish_kernel(beta, dv, T, NT, H: tl.constexpr, V: tl.constexpr, BT: tl.constexpr):
-    """dv = 0 where beta is 0: until here its scaled gradient served dbeta. Grid (B * NT * H)."""
-    i = tl.program_id(0)
-    i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
-    t = i_t * BT + tl.arange(0, BT)
-    row = (i_b.to(tl.int64) * T + t) * H + i_h # of a (B, T, H, *) tensor
-    b_beta = tl.load(beta + row, mask=t < T, other=1.0)
+@triton.jit(do_not_specialize=["rows"])
+def gdn_bwd_finish_kernel(beta, dv, rows, V: tl.constexpr, ROWS: tl.constexpr):
+    """dv = 0 where beta is 0: until here its scaled gradient served dbeta. Rows are those of a (B, T, H) tensor. Grid
+    (rows / ROWS)."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    b_beta = tl.load(beta + row, mask=row < rows, other=1.0)
     if tl.min(b_beta, 0) <= 0:
-        b_zero = tl.zeros([BT, V], dtype=dv.dtype.element_ty)
-        tl.store(dv + row[:, None] * V + tl.arange(0, V)[None, :], b_zero, mask=(b_beta <= 0)[:, None])
+        for i in range(0, V, 16):
+            o_v = i + tl.arange(0, 16)
+            tl.store(dv + row[:, None] * V + o_v[None, :], tl.zeros([ROWS, 16], dtype=dv.dtype.element_ty),
+                     mask=(b_beta <= 0)[:, None])
 
 # one token
 
@@ -1242,12 +1246,12 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
             tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), gdn_chunks(X, K, BT), gdn_chunks(Y, BT, BT), gates, S0,
-            tiles(o, BT, BV), tiles(W, BT, BV) if save else None, S1, scale, T, NT, NS,
+            tiles(o, BT, BV), gdn_chunks(W, BT, BV) if save else None, S1, scale, T, NT, NS,
             H=H, K=K, V=V, BT=BT, OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
         gdn_solve_kernel[(B * NT * H,)](
-            q, k, g, beta, seg, A if save else None, X, Y, gates, scale, T, NT,
+            q, k, g, beta, seg, A if save else None, gdn_chunks(X, K, BT), Y, gates, scale, T, NT,
             H=H, K=K, BT=BT, PREC=PREC, **gdn_solve_settings(q))
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
@@ -1268,7 +1272,7 @@ def gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save):
     A_dtype = torch.float16 if q.dtype == torch.bfloat16 else torch.float32
     return (torch.empty_like(v), g.new_empty(B, H, V, K), per_chunk(q, BT, BT if save else 0, dtype=A_dtype),
             per_chunk(q, K, BT), per_chunk(q, BT, BT), per_chunk(g, GATES.value, BT),
-            torch.empty_like(v) if save else v.new_empty(0), g.new_empty(B, H, NS, V, K if NS > 1 else 0),
+            per_chunk(v, BT, V) if save else v.new_empty(0), g.new_empty(B, H, NS, V, K if NS > 1 else 0),
             g.new_empty(B, H, NS, K, K if NS > 1 else 0))
 
 def gdn_chunks(x, rows, cols):
@@ -1304,8 +1308,8 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_states_settings(q, K, V)
         BV = settings["BV"]
         gdn_states_kernel[(B * H * NS * V // BV,)](
-            tiles(W, BT, BV), gdn_chunks(X, K, BT), gates, S0 if NS == 1 else entry, gdn_chunks(h, BV, K), T, NT, NS,
-            H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+            gdn_chunks(W, BT, BV), gdn_chunks(X, K, BT), gates, S0 if NS == 1 else entry, gdn_chunks(h, BV, K), T, NT,
+            NS, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
         if NS == 1:
             sweep(dS1, dS0, OUT=True)
         else:
@@ -1317,16 +1321,16 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_grad_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_grad_kernel[(B * NT * H,)](
-            q, k, tiles(q, BT, K), tiles(k, BT, K), tiles(W, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), A,
+            tiles(q, BT, K), tiles(k, BT, K), gdn_chunks(W, BT, BV), tiles(do, BT, BV), tiles(dv, BT, BV), A,
             gdn_chunks(h, BV, K), gdn_chunks(dh, BV, K), gates, beta, tiles(dq, BT, K), tiles(dk, BT, K), dg, dbeta,
             scale, T, NT, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
-        gdn_bwd_finish_kernel[(B * NT * H,)](beta, dv, T, NT, H=H, V=V, BT=BT, num_warps=1)
+        gdn_bwd_finish_kernel[(cdiv(B * T * H, 1024),)](beta, dv, B * T * H, V=V, ROWS=1024, num_warps=4)
     return outputs
 
 @gdn_bwd.register_fake
 def gdn_bwd_outputs(do, dS1, q, k, beta, S0, A, X, Y, gates, W, entry, phi, scale):
     (B, T, H, K), V = q.shape, W.shape[-1]
-    return (torch.empty_like(q), torch.empty_like(k), torch.empty_like(W), gates.new_empty(B, T, H),
+    return (torch.empty_like(q), torch.empty_like(k), W.new_empty(B, T, H, V), gates.new_empty(B, T, H),
             torch.empty_like(beta), gates.new_empty(B, H, V, K))
 
 def gdn_setup(ctx, inputs, output):
