@@ -975,13 +975,12 @@ def gdn_fold_kernel(S, phi, S0, X, NS, K: tl.constexpr, V: tl.constexpr, BV: tl.
 
 # backward
 
-@triton.jit(do_not_specialize=["T", "NT", "NS"])
-def gdn_states_kernel(W, X, gates, S0, h, T, NT, NS, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-                      BT: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
+@triton.jit(do_not_specialize=["NT", "NS"])
+def gdn_states_kernel(W, X, gates, S0, h, NT, NS, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+                      BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr):
     """The state that enters each chunk of one of NS parts of T, as forward had it. Grid (B * H * NS * V / BV)."""
     i = tl.program_id(0)
     i_v, i_s, i_bh = i % (V // BV) * BV, i // (V // BV) % NS, i // (V // BV) // NS
-    i_b, i_h = i_bh // H, i_bh % H
     row = i_bh.to(tl.int64) * NS + i_s
     b_S = tl.zeros([BV, K], dtype=tl.float32)
     if S0 is not None:
@@ -1070,8 +1069,8 @@ def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
     dq, dk = tiled(dq, T, H * K, BT, K), tiled(dk, T, H * K, BT, K)
     W, do, dv = tiled(W, BT, V, BT, BV), tiled(do, T, H * V, BT, BV), tiled(dv, T, H * V, BT, BV)
     h, dh = tiled(h, V, K, BV, K), tiled(dh, V, K, BV, K)
-    # A ahead of each loop, on its way while that runs; q and k, and what is small, where they are used: two programs
-    # share an SM, and each register more is one spilled
+    # A ahead of each loop, on its way while that runs, e and r ahead of the second; all else where it is used: two
+    # programs share an SM, and each register more is one spilled
     b_A = gdn_square(A, n, BT)
     b_dq = tl.zeros([BT, K], dtype=tl.float32)
     b_dP, b_Z = tl.zeros([BT, BT], dtype=tl.float32), tl.zeros([BT, BT], dtype=tl.float32)
@@ -1308,8 +1307,8 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_states_settings(q, K, V)
         BV = settings["BV"]
         gdn_states_kernel[(B * H * NS * V // BV,)](
-            gdn_chunks(W, BT, BV), gdn_chunks(X, K, BT), gates, S0 if NS == 1 else entry, gdn_chunks(h, BV, K), T, NT,
-            NS, H=H, K=K, V=V, BT=BT, PREC=PREC, **settings)
+            gdn_chunks(W, BT, BV), gdn_chunks(X, K, BT), gates, S0 if NS == 1 else entry, gdn_chunks(h, BV, K), NT, NS,
+            K=K, V=V, BT=BT, PREC=PREC, **settings)
         if NS == 1:
             sweep(dS1, dS0, OUT=True)
         else:

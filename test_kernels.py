@@ -515,6 +515,12 @@ def test_gdn_at_the_edges_of_its_inputs(kind, dtype):
     x = gdn_inputs(*((2, 1000, 6, 128, 128) if GPU else (1, 130, 1, 16, 16)), dtype, kind)
     gdn_held_to_loop(x, scale=1) # an int, on purpose
 
+def test_gdn_writes_nothing_where_beta_is_0():
+    """dv is 0 to the bit there and only there, over more rows than one program clears, the last one's not all."""
+    x = gdn_inputs(3, 129, 3, 16, 16, torch.float32, "half the betas 0")
+    dv = gdn_run(kernels.gated_delta_rule, x, do=torch.randn_like(x[2]))["dv"]
+    assert torch.equal(dv.any(-1), x[4] > 0)
+
 GDN_BOUNDARIES = {"1": [1], "63": [63], "64": [64], "65": [65], "several in one chunk": [3, 63, 64, 70, 71, 100, 150],
                   "one token each": range(1, 140)}
 
