@@ -651,7 +651,7 @@ def test_gdn_refuses_in_one_sentence(monkeypatch):
     with pytest.raises(AssertionError, match="state must have shape"):
         kernels.gated_delta_rule_step(*(t[:, 0] for t in x[:5]), x[5][:, :1])
     monkeypatch.setattr(kernels, "shared_memory", lambda _: 99 * 1024)
-    refused("float32 with K above 128 needs 144 KB", q=wide[..., :256], k=wide[..., :256], initial_state=None)
+    refused("float32 with K above 128 needs 160 KB", q=wide[..., :256], k=wide[..., :256], initial_state=None)
     monkeypatch.setattr(kernels, "INTERPRET", False)
     refused("on the CPU", **{n: t.cpu() for n, t in zip("qkv", x)})
 
