@@ -832,7 +832,7 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     DT: tl.constexpr = q.dtype.element_ty
     i = tl.program_id(0)
     i_h, i_t, i_b = i % H, i // H % NT, i // H // NT
-    n, t = ((i_b * H + i_h) * NT + i_t).to(tl.int64), i_t * BT
+    n, t = (i_b * H + i_h) * NT + i_t, i_t * BT
     o_i = tl.arange(0, BT)
     m_t = t + o_i < T
     row = (i_b.to(tl.int64) * T + t) * H + i_h # of a (B, T, H) tensor
@@ -870,7 +870,8 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
 
     m_l = (o_i[:, None] >= o_i[None, :]) & (b_s[:, None] == b_s[None, :])
     b_D = tl.exp2(tl.where(m_l, b_G2[:, None] - b_GW[None, :], float("-inf")))
-    b_A = (b_N * b_D * (1 / b_beta)[:, None]).to(DT if A is None else A.dtype.element_ty)
+    if A is not None:
+        b_A = (b_N * b_D * (1 / b_beta)[:, None]).to(A.dtype.element_ty)
     # q k^T: (BT, K) x (K, BT); times the inverse: (BT, BT) x (BT, BT)
     b_P = tl.where(m_l, tl.dot(b_q, tl.trans(b_k), input_precision=PREC), 0.0)
     b_hi, b_lo = gdn_split(b_N, DT)
@@ -878,8 +879,8 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     # k^T times the inverse: (K, BT) x (BT, BT)
     b_X = gdn_dot_split(tl.trans(b_k), b_hi, b_lo, None, PREC) * b_r[None, :]
     # all stores last: the fence ahead of a product waits for those on their way
-    chunk = n * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
-    gates += n * (GATES * BT) + o_i
+    chunk = n.to(tl.int64) * (BT * BT) + o_i[:, None] * BT + o_i[None, :]
+    gates += n.to(tl.int64) * (GATES * BT) + o_i
     tl.store(gates, b_G2)
     tl.store(gates + E * BT, b_e)
     tl.store(gates + GW * BT, tl.where(m_w, b_GW, float("inf")))
@@ -887,7 +888,7 @@ def gdn_solve_kernel(q, k, g, beta, seg, A, X, Y, gates, scale, T, NT, H: tl.con
     tl.store(gates + RW * BT, tl.where(m_w, b_r, 0.0))
     tl.store(gates + SEG * BT, b_s.to(tl.float32))
     X = tiled(X, K, BT, K, BT)
-    X.store([n.to(tl.int32), 0, 0], b_X.to(DT).reshape(1, K, BT))
+    X.store([n, 0, 0], b_X.to(DT).reshape(1, K, BT))
     if A is not None:
         tl.store(A + chunk, b_A)
     tl.store(Y + chunk, b_Y)
@@ -1046,12 +1047,6 @@ def gdn_bwd_state_kernel(q, k, do, X, Y, gates, dS1, dv, dh, dS0, scale, T, NT, 
         b_dS = gdn_dot_split(b_dv if NARROW else b_dv.to(b_k.dtype), b_k, None, b_dS, PREC)
     tl.store(dS0 + state, b_dS)
 
-@triton.jit
-def gdn_transposed(A, DTYPE: tl.constexpr):
-    """A^T as the sum of two of type DTYPE."""
-    hi, lo = gdn_split(A.to(tl.float32), DTYPE)
-    return tl.trans(hi), tl.trans(lo)
-
 @triton.jit(do_not_specialize=["T", "NT"])
 def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbeta, scale, T, NT,
                         H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
@@ -1084,10 +1079,10 @@ def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
         b_dP = tl.dot(b_do, tl.trans(b_W), b_dP, input_precision=PREC)
         b_Z = tl.dot(b_dv, tl.trans(b_W), b_Z, input_precision=PREC)
 
-    b_hi, b_lo = gdn_transposed(b_A, q.dtype)
+    b_hi, b_lo = gdn_split(b_A.to(tl.float32), q.dtype)
     # do u^T and dv u^T by eq. (7): (BT, BT) x (BT, BT)
-    b_dP = gdn_dot_split(b_dP, b_hi, b_lo, None, PREC)
-    b_Z = gdn_dot_split(b_Z, b_hi, b_lo, None, PREC)
+    b_dP = gdn_dot_split(b_dP, tl.trans(b_hi), tl.trans(b_lo), None, PREC)
+    b_Z = gdn_dot_split(b_Z, tl.trans(b_hi), tl.trans(b_lo), None, PREC)
     b_beta = tl.load(beta + row, mask=m_t, other=1.0).to(tl.float32)
     b_G, b_GW, b_E = tl.load(g + G * BT + o_i), tl.load(g + GW * BT + o_i), tl.load(g + E * BT + o_i)
     b_s = tl.load(g + SEG * BT + o_i)
@@ -1149,8 +1144,7 @@ def gdn_bwd_grad_kernel(q, k, W, do, dv, A, h, dh, gates, beta, dq, dk, dg, dbet
 
 @triton.jit(do_not_specialize=["rows"])
 def gdn_bwd_finish_kernel(beta, dv, rows, V: tl.constexpr, ROWS: tl.constexpr):
-    """dv = 0 where beta is 0: until here its scaled gradient served dbeta. Rows are those of a (B, T, H) tensor. Grid
-    (rows / ROWS)."""
+    """dv = 0 where beta is 0, by rows of (B, T, H): until here its scaled gradient served dbeta. Grid (rows / ROWS)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     b_beta = tl.load(beta + row, mask=row < rows, other=1.0)
     if tl.min(b_beta, 0) <= 0:
@@ -1239,18 +1233,19 @@ def gdn_fwd(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S0: Option
     o, S1, A, X, Y, gates, W, entry, phi = outputs = gdn_fwd_outputs(q, k, v, g, beta, S0, seg, scale, save)
     B, T, H, K = q.shape
     V, NT, NS, PREC = v.shape[-1], Y.shape[2], phi.shape[2], precision(q.dtype)
+    X_tiles = gdn_chunks(X, K, BT)
 
     def sweep(S0, S1, V, OUT=False, PHI=False):
         settings = gdn_sweep_settings(q, K, V)
         BV = settings["BV"]
         gdn_fwd_kernel[(B * H * NS * V // BV,)](
-            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), gdn_chunks(X, K, BT), gdn_chunks(Y, BT, BT), gates, S0,
+            tiles(q, BT, K), tiles(k, BT, K), tiles(v, BT, BV), X_tiles, gdn_chunks(Y, BT, BT), gates, S0,
             tiles(o, BT, BV), gdn_chunks(W, BT, BV) if save else None, S1, scale, T, NT, NS,
             H=H, K=K, V=V, BT=BT, OUT=OUT, SAVE=save and OUT, PHI=PHI, PREC=PREC, **settings)
 
     with torch.cuda.device_of(q):
         gdn_solve_kernel[(B * NT * H,)](
-            q, k, g, beta, seg, A if save else None, gdn_chunks(X, K, BT), Y, gates, scale, T, NT,
+            q, k, g, beta, seg, A if save else None, X_tiles, Y, gates, scale, T, NT,
             H=H, K=K, BT=BT, PREC=PREC, **gdn_solve_settings(q))
         if NS == 1:
             sweep(S0, S1, V, OUT=True)
@@ -1294,12 +1289,13 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
     do = torch.zeros_like(dv) if do is None else do.contiguous()
     dS1 = None if dS1 is None else dS1.contiguous()
     h, dh = (q.new_empty(B, H, NT, V, K) for _ in range(2))
+    X_tiles = gdn_chunks(X, K, BT)
 
     def sweep(dS1, dS0, OUT=False):
         settings = gdn_sweep_settings(q, K, V)
         BV = settings["BV"]
         gdn_bwd_state_kernel[(B * H * NS * V // BV,)](
-            q, tiles(k, BT, K), tiles(do, BT, BV), gdn_chunks(X, K, BT), Y, gdn_chunks(gates, 1, BT), dS1,
+            q, tiles(k, BT, K), tiles(do, BT, BV), X_tiles, Y, gdn_chunks(gates, 1, BT), dS1,
             tiles(dv, BT, BV), gdn_chunks(dh, BV, K), dS0, scale, T, NT, NS,
             H=H, K=K, V=V, BT=BT, OUT=OUT, PREC=PREC, **settings)
 
@@ -1307,7 +1303,7 @@ def gdn_bwd(do: Optional[Tensor], dS1: Optional[Tensor], q: Tensor, k: Tensor, b
         settings = gdn_states_settings(q, K, V)
         BV = settings["BV"]
         gdn_states_kernel[(B * H * NS * V // BV,)](
-            gdn_chunks(W, BT, BV), gdn_chunks(X, K, BT), gates, S0 if NS == 1 else entry, gdn_chunks(h, BV, K), NT, NS,
+            gdn_chunks(W, BT, BV), X_tiles, gates, S0 if NS == 1 else entry, gdn_chunks(h, BV, K), NT, NS,
             K=K, V=V, BT=BT, PREC=PREC, **settings)
         if NS == 1:
             sweep(dS1, dS0, OUT=True)

@@ -197,7 +197,7 @@ def test_gla_documents_are_separate():
 
 @pytest.mark.parametrize("gate", ["typical", "-5"])
 def test_gla_parts(gate, monkeypatch):
-    """A long sequence is swept in segments of chunks side by side; here in segments of two chunks."""
+    """A long sequence is swept in parts side by side; here of two chunks each."""
     monkeypatch.setattr(kernels, "gla_parts", lambda programs, NT, device: (-(-NT // 2), 2))
     gla_check(gla_inputs(1, 270, HEADS, *WIDE, gate, DTYPES[0]), typical_gates=gate == "typical")
     rows = [[100, 5, 165]]
