@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1") # a b + c is one instruction; from Triton 3.10 on if asked for
 LOG2E = tl.constexpr(1.4426950408889634) # kernels use exp2 only: log gates are multiplied by log2(e) where first summed
 BT = 64 # tokens a chunk
 SIZES = (64, 128, 256) # widths of K and V that the kernels are built for: narrower ones aren't worth settings
@@ -1395,143 +1396,221 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale=None):
 #   dy_t = r_t dz_t - r_t^3 (dz_t . y_t) y_t,   dp_t = sigma(p_t) (1 + p_t (1 - sigma(p_t))) dy_t,             (2)
 #   dx_t = sum_s w_s dp_{t+s} over t's segment,   dw_s = sum_t dp_t x_{t-s}.                                   (3)
 # Both directions walk over the tokens with the last four in registers, so each tensor crosses the memory bus once. A
-# program walks over CONV_ROWS stretches of CONV_TOKENS tokens side by side, beginning four tokens outside of each; it
-# loads four tokens at a time, ahead of their use, to have enough bytes under way.
+# program, a warp for 128 channels, walks over a stretch of one head's channels, or of 128, and loads four tokens at a
+# time. Backward begins with the next stretch's first four, and asks for the four to come before it works on these.
 
-CONV_TOKENS, CONV_ROWS, TAPS = 128, 4, 4
-
-@triton.jit
-def stretch(n_blocks, T, R: tl.constexpr, TOKENS: tl.constexpr):
-    """Row of token 0 and first token of this program's R stretches, (R, 1); one that does not exist is past the end."""
-    i_n = tl.program_id(0) * R + tl.arange(0, R)[:, None]
-    per_row = tl.cdiv(T, TOKENS)
-    return (i_n // per_row).to(tl.int64) * T, tl.where(i_n < n_blocks, (i_n % per_row) * TOKENS, T + 4)
+CONV_TOKENS, TAPS = 128, 4
 
 @triton.jit
-def four(x, row, t, T, stride, mask, step: tl.constexpr):
-    """x's rows of tokens t, t + step, t + 2 step and t + 3 step; zero where there is no such token."""
-    t_1, t_2, t_3 = t + step, t + 2 * step, t + 3 * step
-    return (tl.load(x + (row + t) * stride, mask=mask & (t >= 0) & (t < T), other=0),
-            tl.load(x + (row + t_1) * stride, mask=mask & (t_1 >= 0) & (t_1 < T), other=0),
-            tl.load(x + (row + t_2) * stride, mask=mask & (t_2 >= 0) & (t_2 < T), other=0),
-            tl.load(x + (row + t_3) * stride, mask=mask & (t_3 >= 0) & (t_3 < T), other=0))
+def sigmoid(x):
+    """1 / (1 + e^-x) in 4 instructions; tl.sigmoid takes 11, to save denormal numbers that are lost beside the 1."""
+    if COMPILED_FOR_A_GPU:
+        return tl.inline_asm_elementwise("""{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;
+            add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }""", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.sigmoid(x)
 
 @triton.jit
-def conv_fwd_kernel(x, w, seg, z, n_blocks, T, stride, offset, total, UNIT: tl.constexpr, WIDTH: tl.constexpr,
-                    D: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr):
-    """Eq. (1) for WIDTH channels of R stretches. Grid (stretches / R, channels / WIDTH)."""
-    row, t_0 = stretch(n_blocks, T, R, TOKENS)
-    o_d = tl.program_id(1) * WIDTH + tl.arange(0, D)[None, :]
-    m_d = (tl.arange(0, D)[None, :] < WIDTH) & (o_d < total)
-    w_3, w_2, w_1, w_0 = four(w + offset * 4 + o_d * 4, 0, 0, 4, 1, m_d, 1) # in memory the current token's is last
-    x_1, x_2, x_3 = tl.zeros([R, D], tl.float32), tl.zeros([R, D], tl.float32), tl.zeros([R, D], tl.float32)
-    id_1 = tl.zeros([R, 1], tl.int32)
-    for i in range(-4, TOKENS, 4):
-        xs = four(x + offset + o_d, row, t_0 + i, T, stride, m_d, 1)
+def stretch(per_row, n_blocks, T, TOKENS: tl.constexpr):
+    """This program's block of channels and stretch; the stretch's first token in its row, and of all rows' tokens."""
+    i_c, i_n = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
+    t_0 = i_n % per_row * TOKENS
+    return i_c, i_n, t_0, (i_n // per_row).to(tl.int64) * T + t_0
+
+@triton.jit
+def four(x, i, t_0, T, stride: tl.constexpr, o_d, end, step: tl.constexpr):
+    """Channels o_d below `end` of token i from t_0 on, where x points to, and of i + step to i + 3 step; else zero."""
+    rows = ()
+    for j in tl.static_range(4):
+        t = t_0 + i + j * step
+        rows = rows + (tl.load(x + (i + j * step) * stride, mask=o_d < tl.where((t >= 0) & (t < T), end, 0), other=0),)
+    return rows
+
+@triton.jit
+def four_ids(seg, i, t_0, T, step: tl.constexpr):
+    """The segments of these tokens, or of the nearest one where there is none: x and dz are zero there."""
+    ids = ()
+    for j in tl.static_range(4):
+        ids = ids + (tl.load(seg + tl.minimum(tl.maximum(i + j * step, -t_0), T - 1 - t_0)),)
+    return ids
+
+@triton.jit
+def taps(w, o_d, end):
+    """w_0 to w_3; in memory the current token's is last."""
+    w, mask = w + o_d * 4, o_d < end
+    return (tl.load(w + 3, mask=mask, other=0.0), tl.load(w + 2, mask=mask, other=0.0),
+            tl.load(w + 1, mask=mask, other=0.0), tl.load(w, mask=mask, other=0.0))
+
+@triton.jit
+def conv_fwd(x, w, seg, z, i_c, t_0, first, T, offset, stride: tl.constexpr, total: tl.constexpr,
+             UNIT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr):
+    """Eq. (1) for block i_c of q's, k's or v's `total` channels, which begin at `offset` of x's."""
+    o_d, end = i_c * WIDTH + tl.arange(0, D), tl.minimum((i_c + 1) * WIDTH, total)
+    w_0, w_1, w_2, w_3 = taps(w + offset * 4, o_d, end)
+    x, z = x + first * stride + offset + o_d, z + first * total + o_d
+    x_1, x_2, x_3, _ = four(x, -1, t_0, T, stride, o_d, end, -1) # the tokens before
+    x_1, x_2, x_3, id_1 = x_1.to(tl.float32), x_2.to(tl.float32), x_3.to(tl.float32), 0
+    if seg is not None:
+        seg += first
+        id_1, id_2, id_3, _ = four_ids(seg, -1, t_0, T, -1)
+        x_2, x_3 = x_2 * tl.where(id_2 == id_1, 1.0, 0.0), x_3 * tl.where(id_3 == id_1, 1.0, 0.0)
+    for i in range(0, TOKENS, 4):
+        xs = four(x, i, t_0, T, stride, o_d, end, 1)
         if seg is not None:
-            ids = four(seg, row, t_0 + i, T, 1, True, 1)
+            ids = four_ids(seg, i, t_0, T, 1)
         for j in tl.static_range(4):
-            t = t_0 + i + j
             x_0 = xs[j].to(tl.float32)
             if seg is not None: # a new segment forgets the tokens before it
                 same = tl.where(ids[j] == id_1, 1.0, 0.0)
                 x_1, x_2, x_3, id_1 = x_1 * same, x_2 * same, x_3 * same, ids[j]
             b_p = w_0 * x_0 + w_1 * x_1 + w_2 * x_2 + w_3 * x_3
-            b_z = b_p * tl.sigmoid(b_p)
+            b_z = b_p * sigmoid(b_p)
             if UNIT:
-                b_z *= tl.rsqrt(tl.sum(b_z * b_z, 1, keep_dims=True) + 1e-6)
-            tl.store(z + (row + t) * total + o_d, b_z.to(z.dtype.element_ty), mask=m_d & (i >= 0) & (t < T))
+                b_z *= tl.rsqrt(tl.sum(b_z * b_z, 0) + 1e-6)
+            here = o_d < tl.where(t_0 + i + j < T, end, 0)
+            tl.store(z + (i + j) * total, b_z.to(z.dtype.element_ty), mask=here)
             x_1, x_2, x_3 = x_0, x_1, x_2
 
+@triton.jit(do_not_specialize=["per_row", "n_blocks", "T"])
+def conv_fwd_kernel(x, w, seg, q, k, v, per_row, n_blocks, T, UNIT: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+                    V: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+                    TOKENS: tl.constexpr):
+    """q, k and v, WK or WV channels a program. Grid (blocks of q's, of k's, of v's channels times stretches,)."""
+    HK: tl.constexpr = H * K
+    HV: tl.constexpr = H * V
+    n: tl.constexpr = (HK + WK - 1) // WK # blocks of q's channels, and of k's
+    i_c, _, t_0, first = stretch(per_row, n_blocks, T, TOKENS)
+    if i_c < 2 * n:
+        z = q
+        if i_c >= n:
+            z = k
+        conv_fwd(x, w, seg, z, i_c % n, t_0, first, T, i_c // n * HK, 2 * HK + HV, HK, UNIT, WK, DK, TOKENS)
+    else:
+        conv_fwd(x, w, seg, v, i_c - 2 * n, t_0, first, T, 2 * HK, 2 * HK + HV, HV, False, WV, DV, TOKENS)
+
 @triton.jit
-def conv_bwd_kernel(x, w, seg, dz, dx, dw, n_blocks, T, stride, offset, total, UNIT: tl.constexpr,
-                    WIDTH: tl.constexpr, D: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr):
-    """Eq. (2) and (3), from the last token to the first; dw is a partial sum a program. Grid as forward."""
-    row, t_0 = stretch(n_blocks, T, R, TOKENS)
-    o_d = tl.program_id(1) * WIDTH + tl.arange(0, D)[None, :]
-    m_d = (tl.arange(0, D)[None, :] < WIDTH) & (o_d < total)
-    w_3, w_2, w_1, w_0 = four(w + offset * 4 + o_d * 4, 0, 0, 4, 1, m_d, 1)
-    _, x_0, x_1, x_2 = four(x + offset + o_d, row, t_0 + TOKENS + 4, T, stride, m_d, -1) # of t, t - 1 and t - 2
-    x_0, x_1, x_2 = x_0.to(tl.float32), x_1.to(tl.float32), x_2.to(tl.float32)
-    _, id_0, id_1, id_2 = t_0, t_0, t_0, t_0 # without segments they are not looked at
-    if seg is not None:
-        _, id_0, id_1, id_2 = four(seg, row, t_0 + TOKENS + 4, T, 1, True, -1)
-    id_next = id_0
-    dp_1, dp_2, dp_3 = tl.zeros([R, D], tl.float32), tl.zeros([R, D], tl.float32), tl.zeros([R, D], tl.float32)
-    dw_0, dw_1, dw_2, dw_3 = dp_1, dp_1, dp_1, dp_1
-    for i in range(TOKENS, -1, -4): # the group of tokens i + 3 to i
-        xs = four(x + offset + o_d, row, t_0 + i, T, stride, m_d, -1)
-        dzs = four(dz + o_d, row, t_0 + i + 3, T, total, m_d, -1)
-        if seg is not None:
-            ids = four(seg, row, t_0 + i, T, 1, True, -1)
-        for j in tl.static_range(4):
-            t = t_0 + i + 3 - j
-            x_3, b_dy = xs[j].to(tl.float32), dzs[j].to(tl.float32)
-            y_1, y_2, y_3 = x_1, x_2, x_3 # what token t sees of them
-            if seg is not None:
-                id_3 = ids[j]
-                y_1 = x_1 * tl.where(id_1 == id_0, 1.0, 0.0)
-                y_2 = x_2 * tl.where(id_2 == id_0, 1.0, 0.0)
-                y_3 = x_3 * tl.where(id_3 == id_0, 1.0, 0.0)
-                same = tl.where(id_next == id_0, 1.0, 0.0)
-                dp_1, dp_2, dp_3 = dp_1 * same, dp_2 * same, dp_3 * same
-                id_next, id_0, id_1, id_2 = id_0, id_1, id_2, id_3
-            b_p = w_0 * x_0 + w_1 * y_1 + w_2 * y_2 + w_3 * y_3
-            b_s = tl.sigmoid(b_p)
-            if UNIT:
-                b_y = b_p * b_s
-                b_r = tl.rsqrt(tl.sum(b_y * b_y, 1, keep_dims=True) + 1e-6)
-                b_dy = b_r * b_dy - b_r * b_r * b_r * tl.sum(b_dy * b_y, 1, keep_dims=True) * b_y
-            dp_0 = b_s * (1 + b_p * (1 - b_s)) * b_dy
+def conv_bwd_four(xs, dzs, ids, w, x, dp, dw, dx, i, t_0, T, o_d, end, stride: tl.constexpr, UNIT: tl.constexpr,
+                  OWN: tl.constexpr):
+    """
+    Eq. (2) and (3) for tokens i + 3 to i of a stretch, whose dz are dzs; xs: x of i to i - 3. x: of the token in hand
+    and the two before it, dp: of the three after it. ids: segments of i + 4 to i - 3, None where all are one. Only OWN
+    tokens have dx and count in dw. Returns x, dp and dw for the next four.
+    """
+    w_0, w_1, w_2, w_3 = w
+    x_0, x_1, x_2 = x
+    dp_1, dp_2, dp_3 = dp
+    dw_0, dw_1, dw_2, dw_3 = dw
+    for j in tl.static_range(4):
+        x_3, b_dy = xs[j].to(tl.float32), dzs[j].to(tl.float32)
+        y_1, y_2, y_3 = x_1, x_2, x_3 # what the token sees of them
+        if ids is not None: # its own is ids[j + 1]
+            y_1 = x_1 * tl.where(ids[j + 2] == ids[j + 1], 1.0, 0.0)
+            y_2 = x_2 * tl.where(ids[j + 3] == ids[j + 1], 1.0, 0.0)
+            y_3 = x_3 * tl.where(ids[j + 4] == ids[j + 1], 1.0, 0.0)
+            same = tl.where(ids[j] == ids[j + 1], 1.0, 0.0)
+            dp_1, dp_2, dp_3 = dp_1 * same, dp_2 * same, dp_3 * same
+        b_p = w_0 * x_0 + w_1 * y_1 + w_2 * y_2 + w_3 * y_3
+        b_s = sigmoid(b_p)
+        b_y = b_p * b_s
+        if UNIT:
+            b_r = tl.rsqrt(tl.sum(b_y * b_y, 0) + 1e-6)
+            b_dy = b_r * b_dy - b_r * b_r * b_r * tl.sum(b_dy * b_y, 0) * b_y
+        dp_0 = (b_s + b_y * (1 - b_s)) * b_dy
+        if OWN:
             b_dx = w_0 * dp_0 + w_1 * dp_1 + w_2 * dp_2 + w_3 * dp_3
-            own = i < TOKENS # not the four tokens of the next stretch
-            tl.store(dx + (row + t) * stride + offset + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & own & (t < T))
-            b_dp = tl.where(own, dp_0, 0.0)
-            dw_0, dw_1, dw_2, dw_3 = dw_0 + b_dp * x_0, dw_1 + b_dp * y_1, dw_2 + b_dp * y_2, dw_3 + b_dp * y_3
-            dp_1, dp_2, dp_3 = dp_0, dp_1, dp_2
-            x_0, x_1, x_2 = x_1, x_2, x_3
-    dw += (tl.program_id(0).to(tl.int64) * stride + offset + o_d) * 4
-    tl.store(dw + 3, tl.sum(dw_0, 0, keep_dims=True), mask=m_d)
-    tl.store(dw + 2, tl.sum(dw_1, 0, keep_dims=True), mask=m_d)
-    tl.store(dw + 1, tl.sum(dw_2, 0, keep_dims=True), mask=m_d)
-    tl.store(dw, tl.sum(dw_3, 0, keep_dims=True), mask=m_d)
+            here = o_d < tl.where(t_0 + i + 3 - j < T, end, 0)
+            tl.store(dx + (i + 3 - j) * stride, b_dx.to(dx.dtype.element_ty), mask=here)
+            dw_0, dw_1, dw_2, dw_3 = dw_0 + dp_0 * x_0, dw_1 + dp_0 * y_1, dw_2 + dp_0 * y_2, dw_3 + dp_0 * y_3
+        dp_1, dp_2, dp_3 = dp_0, dp_1, dp_2
+        x_0, x_1, x_2 = x_1, x_2, x_3
+    return (x_0, x_1, x_2), (dp_1, dp_2, dp_3), (dw_0, dw_1, dw_2, dw_3)
 
-def conv_tokens(T):
-    return max(4, min(CONV_TOKENS, triton.next_power_of_2(T))) # a decoding step does not walk over 64
+@triton.jit
+def conv_bwd(x, w, seg, dz, dx, dw, i_c, i_n, t_0, first, T, offset, stride: tl.constexpr,
+             total: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr):
+    """Eq. (2) and (3) for a block of channels as in conv_fwd, from the last token to the first; dw of stretch i_n."""
+    o_d, end = i_c * WIDTH + tl.arange(0, D), tl.minimum((i_c + 1) * WIDTH, total)
+    w, zero = taps(w + offset * 4, o_d, end), tl.zeros([D], tl.float32)
+    x, dx, dz = x + first * stride + offset + o_d, dx + first * stride + offset + o_d, dz + first * total + o_d
+    # the next stretch's first four tokens, for their dp
+    x_0, x_1, x_2, _ = four(x, TOKENS + 3, t_0, T, stride, o_d, end, -1)
+    xs = four(x, TOKENS, t_0, T, stride, o_d, end, -1)
+    dzs = four(dz, TOKENS + 3, t_0, T, total, o_d, end, -1)
+    xs_next = four(x, TOKENS - 4, t_0, T, stride, o_d, end, -1)
+    dzs_next = four(dz, TOKENS - 1, t_0, T, total, o_d, end, -1)
+    ids, ids_next = None, None
+    if seg is not None:
+        seg += first
+        id_0, id_1, id_2, _ = four_ids(seg, TOKENS + 3, t_0, T, -1)
+        ids_next = four_ids(seg, TOKENS, t_0, T, -1)
+        ids = (id_0, id_0, id_1, id_2) + ids_next
+    b_x, b_dp, b_dw = conv_bwd_four(xs, dzs, ids, w, (x_0.to(tl.float32), x_1.to(tl.float32), x_2.to(tl.float32)),
+                                    (zero, zero, zero), (zero, zero, zero, zero), dx, TOKENS, t_0, T, o_d, end, stride,
+                                    UNIT, False)
+    for i in range(TOKENS - 4, -1, -4):
+        xs, dzs, ids = xs_next, dzs_next, None
+        xs_next = four(x, i - 4, t_0, T, stride, o_d, end, -1)
+        dzs_next = four(dz, i - 1, t_0, T, total, o_d, end, -1)
+        if seg is not None:
+            ids = ids_next + four_ids(seg, i, t_0, T, -1)
+            ids_next = (ids[4], ids[5], ids[6], ids[7])
+        if ids is None or ids[0] == ids[7]:
+            b_x, b_dp, b_dw = conv_bwd_four(xs, dzs, None, w, b_x, b_dp, b_dw, dx, i, t_0, T, o_d, end, stride, UNIT,
+                                            True)
+        else: # rarely: this takes 96 products more, of 740 instructions
+            b_x, b_dp, b_dw = conv_bwd_four(xs, dzs, ids, w, b_x, b_dp, b_dw, dx, i, t_0, T, o_d, end, stride, UNIT,
+                                            True)
+    dw += (i_n.to(tl.int64) * stride + offset + o_d) * 4
+    for s in tl.static_range(4):
+        tl.store(dw + 3 - s, b_dw[s], mask=o_d < end)
 
-def conv_launches(H, K, V, unit):
-    """Column offset, columns and UNIT of q, k and v in x, and how many channels a program takes: a head or 128."""
-    for offset, total, is_unit in ((0, H * K, unit), (H * K, H * K, unit), (2 * H * K, H * V, False)):
-        width = K if is_unit else min(128, total)
-        yield offset, total, dict(UNIT=is_unit, WIDTH=width, D=triton.next_power_of_2(width)), cdiv(total, width)
+@triton.jit(do_not_specialize=["per_row", "n_blocks", "T"])
+def conv_bwd_kernel(x, w, seg, dq, dk, dv, dx, dw, per_row, n_blocks, T, UNIT: tl.constexpr, H: tl.constexpr,
+                    K: tl.constexpr, V: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr, DK: tl.constexpr,
+                    DV: tl.constexpr, TOKENS: tl.constexpr):
+    """dx and, a stretch, dw. Grid as forward."""
+    HK: tl.constexpr = H * K
+    HV: tl.constexpr = H * V
+    n: tl.constexpr = (HK + WK - 1) // WK
+    i_c, i_n, t_0, first = stretch(per_row, n_blocks, T, TOKENS)
+    if i_c < 2 * n:
+        dz = dq
+        if i_c >= n:
+            dz = dk
+        conv_bwd(x, w, seg, dz, dx, dw, i_c % n, i_n, t_0, first, T, i_c // n * HK, 2 * HK + HV, HK, UNIT, WK, DK,
+                 TOKENS)
+    else:
+        conv_bwd(x, w, seg, dv, dx, dw, i_c - 2 * n, i_n, t_0, first, T, 2 * HK, 2 * HK + HV, HV, False, WV, DV, TOKENS)
+
+def conv_settings(B, T, H, K, V, unit, tokens):
+    """Stretches of a row and of all, grid and options for stretches of `tokens`, or less where T is short."""
+    tokens = max(4, min(tokens, triton.next_power_of_2(T)))
+    WK, WV = K if unit else min(128, H * K), min(128, H * V) # a head, whose length is wanted, or 128 channels
+    DK, DV = triton.next_power_of_2(WK), triton.next_power_of_2(WV)
+    per_row = cdiv(T, tokens)
+    grid = B * per_row * (2 * cdiv(H * K, WK) + cdiv(H * V, WV)),
+    return per_row, B * per_row, grid, dict(UNIT=unit, H=H, K=K, V=V, WK=WK, WV=WV, DK=DK, DV=DV, TOKENS=tokens,
+                                            num_warps=max(1, DK // 128)) # 4 channels a lane
 
 @torch.library.custom_op("kernels::short_conv", mutates_args=())
 def short_conv_op(x: Tensor, weight: Tensor, segment_ids: Optional[Tensor], H: int, K: int, V: int,
                   unit: bool) -> tuple[Tensor, Tensor, Tensor]:
-    B, T, stride = x.shape
-    tokens = conv_tokens(T)
-    out = tuple(x.new_empty(B, T, H, D) for D in (K, K, V))
-    blocks = B * cdiv(T, tokens)
+    B, T, _ = x.shape
+    per_row, blocks, grid, settings = conv_settings(B, T, H, K, V, unit, CONV_TOKENS)
+    q, k, v = (x.new_empty(B, T, H, D) for D in (K, K, V))
     with torch.cuda.device_of(x):
-        for z, (offset, total, meta, programs) in zip(out, conv_launches(H, K, V, unit)):
-            conv_fwd_kernel[(cdiv(blocks, CONV_ROWS), programs)](
-                x, weight, segment_ids, z, blocks, T, stride, offset, total, **meta, R=CONV_ROWS, TOKENS=tokens,
-                num_warps=4)
-    return out
+        conv_fwd_kernel[grid](x, weight, segment_ids, q, k, v, per_row, blocks, T, **settings)
+    return q, k, v
 
 @torch.library.custom_op("kernels::short_conv_backward", mutates_args=())
 def short_conv_backward_op(x: Tensor, weight: Tensor, segment_ids: Optional[Tensor], dq: Tensor, dk: Tensor, dv: Tensor,
                            H: int, K: int, V: int, unit: bool) -> tuple[Tensor, Tensor]:
-    B, T, stride = x.shape
-    tokens = conv_tokens(T)
-    blocks = B * cdiv(T, tokens)
+    B, T, _ = x.shape
+    per_row, blocks, grid, settings = conv_settings(B, T, H, K, V, unit, 2 * CONV_TOKENS) # half the sums of dw
     dx = torch.empty_like(x)
-    dw = torch.empty(cdiv(blocks, CONV_ROWS), *weight.shape, dtype=torch.float32, device=x.device)
+    dw = torch.empty(blocks, *weight.shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        for dz, (offset, total, meta, programs) in zip((dq, dk, dv), conv_launches(H, K, V, unit)):
-            conv_bwd_kernel[(dw.shape[0], programs)](
-                x, weight, segment_ids, dz, dx, dw, blocks, T, stride, offset, total, **meta, R=CONV_ROWS,
-                TOKENS=tokens, num_warps=4)
+        # 128 registers: two more are wanted, but then 12 programs would fit a multiprocessor in place of 16
+        conv_bwd_kernel[grid](x, weight, segment_ids, dq, dk, dv, dx, dw, per_row, blocks, T, **settings, maxnreg=128)
     return dx, dw.sum(0)
 
 @short_conv_op.register_fake
@@ -1557,7 +1636,8 @@ def short_conv(x, weight, H, K, V, unit, segment_ids=None):
     """
     q, k (B, T, H, K) and v (B, T, H, V) out of x (B, T, H (K + K + V)) by a causal depthwise convolution over up to
     four tokens of a segment, then SiLU; with `unit`, q and k are scaled to unit length. weight (H (K + K + V), 1 to 4)
-    fp32, its last column the current token's; segment_ids (B, T) int32. x bf16 or fp32, computed in fp32.
+    fp32, its last column the current token's; segment_ids (B, T) int32, non-decreasing. x bf16 or fp32, computed in
+    fp32.
     """
     assert weight.shape[1] <= TAPS, f"conv_size must be at most {TAPS} on a GPU, got {weight.shape[1]}"
     D = H * (K + K + V)
