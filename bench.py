@@ -349,10 +349,12 @@ def training_step(cfg, B, T, compiled, peer=False):
         optimizer.zero_grad(set_to_none=True)
     return step, raw
 
-KINDS = {"mixer kernels": r"^(gla|gdn|conv)_|flash|fmha|attention", # in this order: the first that fits
-         "matrix products": r"gemm|nvjet|cutlass|xmma|cublas",
-         "optimizer": r"adam|multi_tensor|lpnorm|foreach",
-         "loss": r"nll_loss|cross_entropy|log_softmax|softmax"}
+KINDS = { # in this order: the first that fits; of mixers ours, FLA's and attention
+    "mixer kernels": r"^(gla|gdn|conv|chunk|causal_conv1d|l2norm|prepare_wy|recompute_w|merge_16x16|solve_tril)_"
+                     r"|flash|fmha|attention",
+    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas",
+    "optimizer": r"adam|multi_tensor|lpnorm|foreach",
+    "loss": r"nll_loss|cross_entropy|log_softmax|softmax"}
 
 def kind_of(kernel):
     kinds = (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE))

@@ -1471,12 +1471,9 @@ def conv_fwd(x, w, seg, z, i_c, t_0, first, T, offset, stride: tl.constexpr, tot
             x_1, x_2, x_3 = x_0, x_1, x_2
 
 @triton.jit(do_not_specialize=["per_row", "n_blocks", "T"])
-def conv_fwd_kernel(x, w, seg, q, k, v, per_row, n_blocks, T, UNIT: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-                    V: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-                    TOKENS: tl.constexpr):
+def conv_fwd_kernel(x, w, seg, q, k, v, per_row, n_blocks, T, UNIT: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
+                    WK: tl.constexpr, WV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TOKENS: tl.constexpr):
     """q, k and v, WK or WV channels a program. Grid (blocks of q's, of k's, of v's channels times stretches,)."""
-    HK: tl.constexpr = H * K
-    HV: tl.constexpr = H * V
     n: tl.constexpr = (HK + WK - 1) // WK # blocks of q's channels, and of k's
     i_c, _, t_0, first = stretch(per_row, n_blocks, T, TOKENS)
     if i_c < 2 * n:
@@ -1564,12 +1561,10 @@ def conv_bwd(x, w, seg, dz, dx, dw, i_c, i_n, t_0, first, T, offset, stride: tl.
         tl.store(dw + 3 - s, b_dw[s], mask=o_d < end)
 
 @triton.jit(do_not_specialize=["per_row", "n_blocks", "T"])
-def conv_bwd_kernel(x, w, seg, dq, dk, dv, dx, dw, per_row, n_blocks, T, UNIT: tl.constexpr, H: tl.constexpr,
-                    K: tl.constexpr, V: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr, DK: tl.constexpr,
-                    DV: tl.constexpr, TOKENS: tl.constexpr):
+def conv_bwd_kernel(x, w, seg, dq, dk, dv, dx, dw, per_row, n_blocks, T, UNIT: tl.constexpr, HK: tl.constexpr,
+                    HV: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+                    TOKENS: tl.constexpr):
     """dx and, a stretch, dw. Grid as forward."""
-    HK: tl.constexpr = H * K
-    HV: tl.constexpr = H * V
     n: tl.constexpr = (HK + WK - 1) // WK
     i_c, i_n, t_0, first = stretch(per_row, n_blocks, T, TOKENS)
     if i_c < 2 * n:
@@ -1582,13 +1577,13 @@ def conv_bwd_kernel(x, w, seg, dq, dk, dv, dx, dw, per_row, n_blocks, T, UNIT: t
         conv_bwd(x, w, seg, dv, dx, dw, i_c - 2 * n, i_n, t_0, first, T, 2 * HK, 2 * HK + HV, HV, False, WV, DV, TOKENS)
 
 def conv_settings(B, T, H, K, V, unit, tokens):
-    """Stretches of a row and of all, grid and options for stretches of `tokens`, or less where T is short."""
-    tokens = max(4, min(tokens, triton.next_power_of_2(T)))
-    WK, WV = K if unit else min(128, H * K), min(128, H * V) # a head, whose length is wanted, or 128 channels
+    """Stretches a row and in all, grid and options for stretches of `tokens`, or fewer where T is short."""
+    tokens, HK, HV = max(4, min(tokens, triton.next_power_of_2(T))), H * K, H * V
+    WK, WV = K if unit else min(128, HK), min(128, HV) # a head, whose length is wanted, or 128 channels
     DK, DV = triton.next_power_of_2(WK), triton.next_power_of_2(WV)
     per_row = cdiv(T, tokens)
-    grid = B * per_row * (2 * cdiv(H * K, WK) + cdiv(H * V, WV)),
-    return per_row, B * per_row, grid, dict(UNIT=unit, H=H, K=K, V=V, WK=WK, WV=WV, DK=DK, DV=DV, TOKENS=tokens,
+    grid = B * per_row * (2 * cdiv(HK, WK) + cdiv(HV, WV)),
+    return per_row, B * per_row, grid, dict(UNIT=unit, HK=HK, HV=HV, WK=WK, WV=WV, DK=DK, DV=DV, TOKENS=tokens,
                                             num_warps=max(1, DK // 128)) # 4 channels a lane
 
 @torch.library.custom_op("kernels::short_conv", mutates_args=())

@@ -1742,6 +1742,10 @@ def test_bench_counts_what_is_saved():
 def test_bench_knows_kinds_of_kernels():
     from bench import kind_of
     for kernel, kind in (("gla_sweep_kernel", "mixer kernels"), ("gdn_states_kernel", "mixer kernels"),
+                         ("conv_bwd_kernel", "mixer kernels"), ("causal_conv1d_fwd_kernel", "mixer kernels"),
+                         ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "mixer kernels"),
+                         ("merge_16x16_to_64x64_inverse_kernel", "mixer kernels"),
+                         ("layer_norm_gated_bwd_kernel", "norms, elementwise"),
                          ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "mixer kernels"),
                          ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
                          ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "matrix products"),
