@@ -1396,23 +1396,26 @@ def gated_delta_rule_step(q, k, v, g, beta, state, scale=None):
 #   dy_t = r_t dz_t - r_t^3 (dz_t . y_t) y_t,   dp_t = sigma(p_t) (1 + p_t (1 - sigma(p_t))) dy_t,             (2)
 #   dx_t = sum_s w_s dp_{t+s} over t's segment,   dw_s = sum_t dp_t x_{t-s}.                                   (3)
 # Both directions walk over the tokens with the last four in registers, so each tensor crosses the memory bus once. A
-# program, a warp for 128 channels, walks over a stretch of one head's channels, or of 128, and loads four tokens at a
+# program, mostly a warp, walks over a stretch of tokens for one head's channels, or 128, and loads four tokens at a
 # time. Backward begins with the next stretch's first four, and asks for the four to come before it works on these.
 
 CONV_TOKENS, TAPS = 128, 4
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^-x) in 4 instructions; tl.sigmoid takes 11, to save denormal numbers that are lost beside the 1."""
+    """1 / (1 + e^-x) in 4 instructions, 0 where it is denormal (x < -87); tl.sigmoid takes 11 to keep such numbers."""
     if COMPILED_FOR_A_GPU:
         return tl.inline_asm_elementwise("""{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e;
             add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e; }""", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return tl.sigmoid(x)
 
 @triton.jit
-def stretch(per_row, n_blocks, T, TOKENS: tl.constexpr):
-    """This program's block of channels and stretch; the stretch's first token in its row, and of all rows' tokens."""
-    i_c, i_n = tl.program_id(0) // n_blocks, tl.program_id(0) % n_blocks
+def stretch(per_row, in_all, T, TOKENS: tl.constexpr):
+    """
+    This program's block of channels and its stretch, of per_row stretches a row and in_all; the stretch's first token
+    in its row, and among the tokens of all rows.
+    """
+    i_c, i_n = tl.program_id(0) // in_all, tl.program_id(0) % in_all
     t_0 = i_n % per_row * TOKENS
     return i_c, i_n, t_0, (i_n // per_row).to(tl.int64) * T + t_0
 
@@ -1470,12 +1473,13 @@ def conv_fwd(x, w, seg, z, i_c, t_0, first, T, offset, stride: tl.constexpr, tot
             tl.store(z + (i + j) * total, b_z.to(z.dtype.element_ty), mask=here)
             x_1, x_2, x_3 = x_0, x_1, x_2
 
-@triton.jit(do_not_specialize=["per_row", "n_blocks", "T"])
-def conv_fwd_kernel(x, w, seg, q, k, v, per_row, n_blocks, T, UNIT: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
+# Triton 3.6 cannot compile them with T and the stretches as the constant 1
+@triton.jit(do_not_specialize=["per_row", "in_all", "T"])
+def conv_fwd_kernel(x, w, seg, q, k, v, per_row, in_all, T, UNIT: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
                     WK: tl.constexpr, WV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TOKENS: tl.constexpr):
     """q, k and v, WK or WV channels a program. Grid (blocks of q's, of k's, of v's channels times stretches,)."""
     n: tl.constexpr = (HK + WK - 1) // WK # blocks of q's channels, and of k's
-    i_c, _, t_0, first = stretch(per_row, n_blocks, T, TOKENS)
+    i_c, _, t_0, first = stretch(per_row, in_all, T, TOKENS)
     if i_c < 2 * n:
         z = q
         if i_c >= n:
@@ -1488,9 +1492,10 @@ def conv_fwd_kernel(x, w, seg, q, k, v, per_row, n_blocks, T, UNIT: tl.constexpr
 def conv_bwd_four(xs, dzs, ids, w, x, dp, dw, dx, i, t_0, T, o_d, end, stride: tl.constexpr, UNIT: tl.constexpr,
                   OWN: tl.constexpr):
     """
-    Eq. (2) and (3) for tokens i + 3 to i of a stretch, whose dz are dzs; xs: x of i to i - 3. x: of the token in hand
-    and the two before it, dp: of the three after it. ids: segments of i + 4 to i - 3, None where all are one. Only OWN
-    tokens have dx and count in dw. Returns x, dp and dw for the next four.
+    Eq. (2) and (3) for tokens i + 3 to i of the stretch from t_0 on, where dx points to. xs: x of i to i - 3; dzs: dz
+    of i + 3 to i; w: taps; x: of the token in hand and the two before it; dp: of the three after it; dw: sums so far;
+    ids: segments of i + 4 to i - 3, None where all are one. Only OWN tokens have dx and count in dw. Returns x, dp and
+    dw for the next four.
     """
     w_0, w_1, w_2, w_3 = w
     x_0, x_1, x_2 = x
@@ -1560,13 +1565,13 @@ def conv_bwd(x, w, seg, dz, dx, dw, i_c, i_n, t_0, first, T, offset, stride: tl.
     for s in tl.static_range(4):
         tl.store(dw + 3 - s, b_dw[s], mask=o_d < end)
 
-@triton.jit(do_not_specialize=["per_row", "n_blocks", "T"])
-def conv_bwd_kernel(x, w, seg, dq, dk, dv, dx, dw, per_row, n_blocks, T, UNIT: tl.constexpr, HK: tl.constexpr,
+@triton.jit(do_not_specialize=["per_row", "in_all", "T"])
+def conv_bwd_kernel(x, w, seg, dq, dk, dv, dx, dw, per_row, in_all, T, UNIT: tl.constexpr, HK: tl.constexpr,
                     HV: tl.constexpr, WK: tl.constexpr, WV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
                     TOKENS: tl.constexpr):
     """dx and, a stretch, dw. Grid as forward."""
     n: tl.constexpr = (HK + WK - 1) // WK
-    i_c, i_n, t_0, first = stretch(per_row, n_blocks, T, TOKENS)
+    i_c, i_n, t_0, first = stretch(per_row, in_all, T, TOKENS)
     if i_c < 2 * n:
         dz = dq
         if i_c >= n:
@@ -1576,6 +1581,7 @@ def conv_bwd_kernel(x, w, seg, dq, dk, dv, dx, dw, per_row, n_blocks, T, UNIT: t
     else:
         conv_bwd(x, w, seg, dv, dx, dw, i_c - 2 * n, i_n, t_0, first, T, 2 * HK, 2 * HK + HV, HV, False, WV, DV, TOKENS)
 
+@functools.cache
 def conv_settings(B, T, H, K, V, unit, tokens):
     """Stretches a row and in all, grid and options for stretches of `tokens`, or fewer where T is short."""
     tokens, HK, HV = max(4, min(tokens, triton.next_power_of_2(T))), H * K, H * V
@@ -1584,28 +1590,28 @@ def conv_settings(B, T, H, K, V, unit, tokens):
     per_row = cdiv(T, tokens)
     grid = B * per_row * (2 * cdiv(HK, WK) + cdiv(HV, WV)),
     return per_row, B * per_row, grid, dict(UNIT=unit, HK=HK, HV=HV, WK=WK, WV=WV, DK=DK, DV=DV, TOKENS=tokens,
-                                            num_warps=max(1, DK // 128)) # 4 channels a lane
+                                            num_warps=max(1, DK // 128)) # at most 4 channels a lane
 
 @torch.library.custom_op("kernels::short_conv", mutates_args=())
 def short_conv_op(x: Tensor, weight: Tensor, segment_ids: Optional[Tensor], H: int, K: int, V: int,
                   unit: bool) -> tuple[Tensor, Tensor, Tensor]:
     B, T, _ = x.shape
-    per_row, blocks, grid, settings = conv_settings(B, T, H, K, V, unit, CONV_TOKENS)
+    per_row, in_all, grid, settings = conv_settings(B, T, H, K, V, unit, CONV_TOKENS)
     q, k, v = (x.new_empty(B, T, H, D) for D in (K, K, V))
     with torch.cuda.device_of(x):
-        conv_fwd_kernel[grid](x, weight, segment_ids, q, k, v, per_row, blocks, T, **settings)
+        conv_fwd_kernel[grid](x, weight, segment_ids, q, k, v, per_row, in_all, T, **settings)
     return q, k, v
 
 @torch.library.custom_op("kernels::short_conv_backward", mutates_args=())
 def short_conv_backward_op(x: Tensor, weight: Tensor, segment_ids: Optional[Tensor], dq: Tensor, dk: Tensor, dv: Tensor,
                            H: int, K: int, V: int, unit: bool) -> tuple[Tensor, Tensor]:
     B, T, _ = x.shape
-    per_row, blocks, grid, settings = conv_settings(B, T, H, K, V, unit, 2 * CONV_TOKENS) # half the sums of dw
+    per_row, in_all, grid, settings = conv_settings(B, T, H, K, V, unit, 2 * CONV_TOKENS) # half the sums of dw
     dx = torch.empty_like(x)
-    dw = torch.empty(blocks, *weight.shape, dtype=torch.float32, device=x.device)
+    dw = torch.empty(in_all, *weight.shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        # 128 registers: two more are wanted, but then 12 programs would fit a multiprocessor in place of 16
-        conv_bwd_kernel[grid](x, weight, segment_ids, dq, dk, dv, dx, dw, per_row, blocks, T, **settings, maxnreg=128)
+        # 128 registers, which spills 16 bytes (K 128, bf16): with more, 12 programs fit a multiprocessor in place of 16
+        conv_bwd_kernel[grid](x, weight, segment_ids, dq, dk, dv, dx, dw, per_row, in_all, T, **settings, maxnreg=128)
     return dx, dw.sum(0)
 
 @short_conv_op.register_fake

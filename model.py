@@ -410,8 +410,9 @@ class LM(nn.Module):
 
     def forward(self, idx, targets=None, segment_ids=None, state=None):
         """
-        idx, targets, segment_ids: (B, T) integers. With targets, logits is None and loss the mean over all tokens;
-        without, logits is (B, T, vocab_size) and loss None. With state, idx continues the sequences it holds.
+        idx, targets, segment_ids: (B, T) integers, segment_ids non-decreasing. With targets, logits is None and loss
+        the mean over all tokens; without, logits is (B, T, vocab_size) and loss None. With state, idx continues the
+        sequences it holds.
         """
         x = self.hidden(idx, segment_ids, state)
         if targets is not None and x.is_cuda:

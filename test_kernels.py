@@ -735,8 +735,8 @@ def short_conv_loop(x, weight, H, K, V, unit, segment_ids=None):
     return q, k, v
 
 CONV_SHAPES = [(2, 34, 2, 16, 40, 4, True, True), (1, 1, 1, 5, 7, 4, True, True), (3, 19, 2, 16, 64, 2, True, False),
-               (1, 64, 1, 8, 150, 3, False, True), # B, T, H, K, V, size, unit, segments
-               (1, 4, 2, 16, 16, 1, True, True)]
+               (1, 64, 1, 8, 150, 3, False, True), (7, 50, 1, 8, 8, 4, True, 7), # B, T, H, K, V, size, unit, segments
+               (1, 21, 3, 48, 24, 4, False, True), (1, 4, 2, 16, 16, 1, True, True)]
 
 # fp32 sums in another order: 1e-6; bf16 rounds what is returned (2e-3), and the gradient of a norm adds to it
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * GPU)
@@ -749,6 +749,8 @@ def test_short_conv(dtype, tol, B, T, H, K, V, size, unit, segments, monkeypatch
     x = torch.randn(B, T, H * (2 * K + V), device=DEVICE).to(dtype).requires_grad_()
     weight = torch.randn(x.shape[-1], size, device=DEVICE, requires_grad=True)
     ids = (torch.rand(B, T, device=DEVICE) < 0.2).cumsum(1).int() if segments else None
+    if segments == 7: # documents of 7 tokens that begin at every place of a group of four and of a stretch
+        ids = ((torch.arange(T, device=DEVICE) + torch.arange(B, device=DEVICE)[:, None]) // 7).int()
     out = kernels.short_conv(x, weight, H, K, V, unit, ids)
     X, W = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     ref = short_conv_loop(X, W, H, K, V, unit, ids)

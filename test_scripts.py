@@ -865,6 +865,26 @@ def test_loss_by_position(shards, whole, tmp_path):
     p = trained(shards, out, "--resume=True", "--max_steps=20") # the added record is none of a step
     assert p.returncode == 0, p.stderr
 
+# runs the script that its arguments name, then prints the names of the threads that are left
+THREADS = """
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as error:
+    assert not error.code, error.code
+print("threads", *(open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")))
+"""
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_no_thread_of_the_process_group_outlives_it(shards, tmp_path):
+    """At the interpreter's end such a thread aborts the process now and then, after all has been done."""
+    (tmp_path / "threads.py").write_text(THREADS)
+    for flag in ("--max_steps=2", "--eval_only=True"):
+        p = trained(shards, tmp_path / "out", flag, prefix=(*ranks(1), tmp_path / "threads.py"))
+        left = p.stdout.rpartition("threads ")[2]
+        assert p.returncode == 0 and left and "gloo" not in left, p.stdout + p.stderr
+
 def killed_twice(shards, out, faulty, *flags, prefix=(), **how):
     """A run killed with SIGKILL in its 8th step, again in the 5th of its second life, that then goes on to its end."""
     for step in (8, 5):
