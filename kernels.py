@@ -1610,7 +1610,7 @@ def short_conv_backward_op(x: Tensor, weight: Tensor, segment_ids: Optional[Tens
     dx = torch.empty_like(x)
     dw = torch.empty(in_all, *weight.shape, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        # 128 registers, which spills 16 bytes (K 128, bf16): with more, 12 programs fit a multiprocessor in place of 16
+        # 128 registers, which spills 16 to 32 bytes (K 128, bf16): with more, 12 programs fit an SM in place of 16
         conv_bwd_kernel[grid](x, weight, segment_ids, dq, dk, dv, dx, dw, per_row, in_all, T, **settings, maxnreg=128)
     return dx, dw.sum(0)
 

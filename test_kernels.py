@@ -736,12 +736,13 @@ def short_conv_loop(x, weight, H, K, V, unit, segment_ids=None):
 
 CONV_SHAPES = [(2, 34, 2, 16, 40, 4, True, True), (1, 1, 1, 5, 7, 4, True, True), (3, 19, 2, 16, 64, 2, True, False),
                (1, 64, 1, 8, 150, 3, False, True), (7, 50, 1, 8, 8, 4, True, 7), # B, T, H, K, V, size, unit, segments
-               (1, 21, 3, 48, 24, 4, False, True), (1, 4, 2, 16, 16, 1, True, True)]
+               (1, 21, 3, 48, 24, 4, False, True), (1, 21, 2, 256, 24, 4, True, True), (1, 4, 2, 16, 16, 1, True, True)]
 
 # fp32 sums in another order: 1e-6; bf16 rounds what is returned (2e-3), and the gradient of a norm adds to it
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-6)] + [(torch.bfloat16, 6e-3)] * GPU)
 @pytest.mark.parametrize("B, T, H, K, V, size, unit, segments",
-                         CONV_SHAPES + [(2, 2049, 6, 128, 256, 4, True, True)] * GPU)
+                         CONV_SHAPES + [(2, 2049, 6, 128, 256, 4, True, True), (2, 2049, 4, 128, 256, 4, False, True),
+                                        (1, 300, 2, 256, 256, 4, True, 7), (2, 300, 2, 64, 64, 4, True, 7)] * GPU)
 def test_short_conv(dtype, tol, B, T, H, K, V, size, unit, segments, monkeypatch):
     if not GPU: # several stretches in few tokens
         monkeypatch.setattr(kernels, "CONV_TOKENS", 16)

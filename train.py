@@ -44,7 +44,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional # noqa: F401, now: its defaults would hold a process group that is there already
+import torch.distributed.nn.functional # noqa: F401, ahead of the process group, which its defaults would keep alive
 import torch.nn.functional as F
 from torch.distributed.rendezvous import rendezvous
 
